@@ -26,9 +26,9 @@ from .call_once import call_once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
-"""Every buffer, value and scratch begins at a multiple of this many bytes: a cache line, and the widest vector."""
+"""Alignment in bytes of every buffer, value and scratch: a cache line, and the widest vector."""
 ENTRY_POINT_GROUP = "hocket.backends"
-"""The entry-point group in which packages register backends; the name of an entry is the device kind."""
+"""Entry-point group in which packages register backends; the name of an entry is the device kind."""
 BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
@@ -40,16 +40,16 @@ BUILTIN_BACKENDS: Mapping[str, str] = MappingProxyType(
         "reference": "hocket.backends.reference.backend:ReferenceBackend",
     }
 )
-"""The backends of this package by device kind, in the notation of entry points; they need no package metadata."""
+"""The backends of this package by device kind, in the notation of entry points; no package metadata is needed."""
 
 
 DEVICE_KIND_PATTERN = re.compile(r"\w[\w.-]*", re.ASCII)
-"""The kind of a device, which is also the name of an entry point."""
+"""Pattern of a device kind, which is also the name of an entry point."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device: ``cpu:0``, ``cuda:0.1`` for a part of a device, ``cpu:0@1`` for a device of process 1."""
+    """The parsed name of a device: ``cpu:0``, ``cuda:0.1`` for a part of it, ``cpu:0@1`` for a device of process 1."""
 
     kind: str
     index: int
@@ -62,7 +62,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Parse a device name; a name without an index has index 0. Raises `BackendError`."""
+        """Parse a device name such as ``cuda:0.1``; the default index is 0. Raises `BackendError` for other text."""
         if not text:
             raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
         here, at, rank = text.partition("@")
@@ -96,8 +96,8 @@ class Device:
     - ``cpu:0@1`` is a device of the process with number `rank`.
 
     `memory` is in bytes and counts the whole device; None means unknown. Devices with the same `memory_of` share one
-    memory, as all virtual devices of this machine do. A device without `memory_of` shares its memory with its parts
-    only.
+    memory, as all virtual devices of this machine do. A device without `memory_of` shares its memory only with its
+    parts.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a device can run a node, and the reason."""
+    """Whether a device can run a node, and the reason if not."""
 
     ok: bool
     reason: str = ""
@@ -122,7 +122,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """The location of a value: a buffer of the program, the offset in bytes, and the strides in elements."""
+    """The location of a value: number of the buffer, offset in bytes, shape, strides in elements, and dtype."""
 
     buffer: int
     offset: int
@@ -143,8 +143,8 @@ class Tensor:
 class BufferSpec:
     """A buffer that a program needs; `kind` is ``arena`` (intermediate values), ``weight``, ``state`` or ``constant``.
 
-    `declared_spec` is the spec in the graph. `stored_spec` is the spec in which the backend stores the leaf. Both are
-    None for the arena.
+    `declared_spec` is the spec of the leaf in the graph. `stored_spec` is the spec in which the backend stores the
+    leaf. Both are None for the arena.
     """
 
     kind: str
@@ -187,38 +187,37 @@ class Program:
     outputs: Mapping[str, Tensor]
     undo: tuple[tuple[int, Instruction], ...] = ()
     cache_name: str = field(default="", init=False, compare=False, repr=False)
-    """A unique name under which data about this program is cached; a copy made by `replace` has none."""
+    """A unique name for cached data about this program; empty for a copy that `replace` made."""
 
     @property
     def save_positions(self) -> frozenset[int]:
-        """The positions of the instructions that compute nothing of the graph but save states for `undo`."""
+        """The positions of the instructions that only save states for `undo`."""
         return frozenset(at for at, _ in self.undo)
 
     @property
     def undo_bytes(self) -> int:
-        """Arena bytes that are retained until the end of the run for `undo`."""
+        """Arena bytes that hold saved states until the end of the run, for `undo`."""
         return sum(t.spec.nbytes for at in self.save_positions for t in self.instructions[at].dst)
 
     def build_undo_program(self, finished: int | frozenset[int]) -> Program:
-        """Build the program that rolls back a run after some instructions have finished.
+        """Build the program that restores the saved states after a failed run.
 
-        Args:
-            finished: The number of finished instructions, or their positions.
+        `finished` is the number of finished instructions, or the set of their positions.
         """
         done = range(finished) if isinstance(finished, int) else finished
         return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at in done), undo=())
 
     def nbytes(self, kind: str) -> int:
-        """Return the bytes of all buffers of one kind."""
+        """Return the total bytes of all buffers of one kind, such as ``weight``."""
         return sum(b.nbytes for b in self.buffers if b.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """Memory that several processes share, in which compiled code sums float32.
+    """Memory that several processes share, in which compiled collectives sum float32 values.
 
-    `signal_pad` has 64-bit words like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each
-    device, which are used in turn.
+    `signal_pad` is like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each device, used in
+    turn.
     """
 
     signal_pad: npt.NDArray[np.int64]
@@ -226,9 +225,9 @@ class SharedBuffers:
 
 
 class Comm(Protocol):
-    """The communicator of one device of a group. All members call the same operations in the same order.
+    """The communicator of one device of a group. All members call the same methods in the same order.
 
-    Raises `BackendError` if a member is late, has failed, or calls with another `sequence` number.
+    Methods raise `BackendError` if a member is late, has failed, or calls with another `sequence` number.
     """
 
     rank: int
@@ -240,8 +239,9 @@ class Comm(Protocol):
     signal_pad: npt.NDArray[np.int64] | None
     """The signal pad: ``16 + 8 * size`` words that begin as zeros, shared by the members of one process.
 
-    Compiled collectives use it. It is None if the members share no memory, or if some of them are not compiled. Word
-    `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in `view_run_numbers`.
+    Compiled collectives use the signal pad. It is None if the members share no memory, or if some members are not
+    compiled. The word `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in
+    `view_run_numbers`.
     """
     shared_buffers: SharedBuffers | None
     """Shared buffers of members in several processes of one machine; else None."""
@@ -250,15 +250,15 @@ class Comm(Protocol):
     transfer_dtype: DType
     """The dtype in which large float32 sums may be sent between devices with separate memories: `F32` or `BF16`.
 
-    Rounding to `BF16` changes a value by up to 2**-8 of it. With N devices the error of a sum is at most ``(N + 1) *
-    2**-8`` of the sum of absolute values. The sum is equal on all devices.
+    Rounding to `BF16` changes a value by up to 2**-8 of the value. With N devices the error of a sum is at most ``(N +
+    1) * 2**-8`` of the sum of absolute values. The sum is equal on all devices.
     """
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
         """Write the sum of all sources into `into`, which may be `source`; `scratch` has the shape of `source`."""
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Copy slices of every source into `into`; this is the all-to-all, too.
+        """Gather slices of the sources of all devices in `into`; an all-to-all is such a gather, too.
 
         Args:
             source: The array of this device.
@@ -269,7 +269,7 @@ class Comm(Protocol):
         """
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Write the sums of slices of all sources into `into`.
+        """Sum slices of the sources of all devices, and write the sums to `into`.
 
         Args:
             source: The array of this device.
@@ -281,32 +281,32 @@ class Comm(Protocol):
     def send(self, source: Array, to: int, sequence: int) -> None:
         """Send the present contents of `source` to device `to`, which receives messages in the order of sending.
 
-        The call waits while the receiver has several messages that it has not taken.
+        The call waits while too many messages are pending.
         """
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        """Wait for the message `sequence` of device `source` and copy it into `into`."""
+        """Wait for the message `sequence` of device `source`, and copy the message into `into`."""
 
 
 class Backend(Protocol):
-    """Code that runs programs on devices of one kind."""
+    """A backend: it describes devices of one kind, allocates memory on them, and compiles programs for them."""
 
     name: str
 
     def with_threads(self, threads: int) -> Backend:
-        """Return the backend with that thread count for each device; itself if it does not choose threads."""
+        """Return a backend with `threads` threads for each device; the same backend if it does not choose threads."""
 
     def devices(self) -> Sequence[Device]:
         """Return the devices that exist now; a kind with virtual devices accepts further indices."""
 
     def device(self, index: int) -> Device:
-        """Return device number `index`. Raises `BackendError` with a remedy if it does not exist."""
+        """Return device number `index`. Raises `BackendError` with a remedy if the device does not exist."""
 
     def supports(self, node: Node, on: Device) -> Support:
-        """Return whether `node` can run on that device, and the reason."""
+        """Return whether the device can run `node`, and the reason if not."""
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        """Return the shape and dtype in which a value of `spec` is stored.
+        """Return the shape and dtype in which the backend stores a value of `spec`.
 
         Args:
             spec: The spec in the graph.
@@ -314,13 +314,13 @@ class Backend(Protocol):
         """
 
     def scratch(self, node: Node) -> int:
-        """Return the bytes of scratch that `node` needs."""
+        """Return the bytes of scratch memory that `node` needs."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Return whether the kernel of `node` can read that operand with any strides."""
+        """Return whether the kernel of `node` can read operand number `operand` with any strides."""
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
-        """Allocate a zeroed buffer. Raises `BackendError` if there is not enough memory.
+        """Allocate a zeroed buffer on a device. Raises `BackendError` if there is not enough memory.
 
         Args:
             nbytes: Size in bytes.
@@ -329,13 +329,13 @@ class Backend(Protocol):
         """
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """Return the array of `tensor` within `buffer` without a copy; it can be indexed, assigned and copied."""
+        """Return the array of `tensor` within `buffer`, without a copy; it can be indexed, assigned and copied."""
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        """Write a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""
+        """Write a weight into its buffer; `data` has the form of a file: rows of block bytes for quantised types."""
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        """Return a function that runs `program` once.
+        """Compile `program` for a device, and return a function that runs the program once.
 
         Args:
             program: The instructions.
@@ -350,7 +350,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Make the calls of a program in order, each with the number of its instruction; a failure is a `StepError`."""
+    """Call functions in order, each with the number of its instruction; raise a failure as `StepError`."""
     at = 0
     try:
         for number, call in calls:
@@ -362,7 +362,7 @@ def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides in elements of a dense row-major array."""
+    """Return the strides, in elements, of a dense row-major array of `shape`."""
     return _dense_strides(tuple(shape))
 
 
@@ -376,7 +376,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
-    """Return `tensor` as a NumPy array within host memory; a quantised dtype gives rows of block bytes."""
+    """Return a view of `tensor` as a NumPy array in a host buffer; a quantised dtype gives rows of block bytes."""
     dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.bytes_of(s) for s in tensor.strides]
     if dtype.is_quantised:
         shape, strides = (*shape[:-1], dtype.bytes_of(shape[-1])), [*strides[:-1], 1]
@@ -385,9 +385,9 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 @call_once
 def find_registered_backends() -> Mapping[str, str]:
-    """Return all backends by device kind, of this package and of others, read once per process.
+    """Return all registered backends by device kind, of this package and of other packages; read once per process.
 
-    To read the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages claim one kind.
+    Reading the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages register one kind.
     """
     from importlib.metadata import entry_points  # 15 ms that our own backends need not pay
 
@@ -401,7 +401,7 @@ def find_registered_backends() -> Mapping[str, str]:
 
 @validate_arguments(BackendError, kind=TEXT)
 def load_backend(kind: str) -> Backend:
-    """Return the backend of a device kind. Raises `BackendError` with the known kinds or the import error."""
+    """Load the backend of a device kind. Raises `BackendError` with the known kinds or the import error."""
     known = BUILTIN_BACKENDS if kind in BUILTIN_BACKENDS else find_registered_backends()
     if kind not in known:
         hint = did_you_mean(kind, known, min_ratio=0.7) or f"; known kinds: {', '.join(sorted(known))}"
@@ -415,10 +415,10 @@ def load_backend(kind: str) -> Backend:
 
 @validate_arguments(BackendError, name=TEXT)
 def find_device(name: str) -> tuple[Backend, Device]:
-    """Return the backend and the device of a name such as ``cpu:0``, ``cpu``, ``cuda:0.1`` or ``cpu:0@1``.
+    """Return the backend and the device for a name such as ``cpu:0``, ``cpu``, ``cuda:0.1`` or ``cpu:0@1``.
 
     A name without an index means the first device. A device of another process has the properties of the same device in
-    this process. Raises `BackendError`.
+    this process. Raises `BackendError` for an invalid name or a missing device.
     """
     called = DeviceName.parse(name)
     backend = load_backend(called.kind)
@@ -430,13 +430,13 @@ THREADS_KIND = integer_between(1, 1 << 16) | NONE
 
 @validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS_KIND)
 def find_devices(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
-    """Return backends and devices by name. By default the devices share the processors. Raises `BackendError`."""
+    """Return the backend and device for each name; the devices share the processors. Raises `BackendError`."""
     count = compute_threads_per_device(len(names), threads)
     return [(backend.with_threads(count), device) for backend, device in map(find_device, names)]
 
 
 def compute_threads_per_device(devices: int, asked: int | None = None) -> int:
-    """Return the threads of each of `devices` devices of this machine: `asked`, or an equal share of the processors."""
+    """Return the thread count of each of `devices` devices: `asked`, or an equal share of the processors."""
     return asked or max(1, (os.cpu_count() or 1) // max(1, devices))
 
 

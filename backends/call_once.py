@@ -1,4 +1,4 @@
-"""Objects that a process may create only once: loaded code and opened libraries."""
+"""A cache for objects that a process may create only once, such as loaded code and opened libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class call_once(Generic[T]):  # noqa: N801  # a decorator
-    """Decorator that caches results by arguments and calls the function once, even if threads ask at the same time.
+    """Decorator that caches results by arguments and calls the function once for equal arguments, even from threads.
 
-    One thread makes the value and the others wait. With `functools.cache` each of them would make a value and the last
-    one would stay. The others would be freed while a thread may still use their addresses.
+    One thread makes the value and the other threads wait. With `functools.cache` each thread would make a value, and
+    only the last value would stay. The other values would be freed while a thread may still use their addresses.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
@@ -36,6 +36,6 @@ class call_once(Generic[T]):  # noqa: N801  # a decorator
         return key in self._values
 
     def cache_clear(self) -> None:
-        """Forget all values and their keys; they must no longer be in use."""
+        """Clear the cache; the cached values must no longer be in use."""
         self._values.clear()
         self._locks.clear()

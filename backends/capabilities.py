@@ -1,4 +1,4 @@
-"""Optional protocols of backends and of compiled programs; code asks for them with `isinstance`."""
+"""Optional capability protocols of backends and of compiled programs; callers test for them with `isinstance`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import Array, Backend, Device, Program, Tensor
 
 @runtime_checkable
 class DeclaresTolerance(Protocol):
-    """A backend with kernels of coarser arithmetic than float32."""
+    """A backend that declares the relative error of kernels which are less exact than float32."""
 
     def tolerance(self, node: Node) -> float | None:
         """Return the relative error of one operation of `node`, such as 2**-8 for 8 bits; None for float32."""
@@ -21,7 +21,7 @@ class DeclaresTolerance(Protocol):
 
 @runtime_checkable
 class SupportsExactMode(Protocol):
-    """A backend that rounds activations where weights have fewer bits, unless the caller asks for exact products."""
+    """A backend that quantises activations for quantised weights, unless the caller asks for float32 products."""
 
     def with_float32_matmuls(self) -> Backend:
         """Return a backend for the same devices that computes every matrix product in float32."""
@@ -32,28 +32,28 @@ class SupportsDeviceClasses(Protocol):
     """A backend that reports classes of equal devices, so that support is tested once per class."""
 
     def classify_device(self, on: Device) -> Hashable:
-        """Return a key that is equal for devices that can run the same nodes."""
+        """Return a key that is equal for all devices of one class: devices that can run the same nodes."""
 
 
 def find_device_class(backend: Backend, on: Device) -> Hashable:
-    """Return a key that is equal for devices that can run the same nodes; each device has its own key by default."""
+    """Return a key that is equal for devices that can run the same nodes; by default each device has its own key."""
     return id(backend), backend.classify_device(on) if isinstance(backend, SupportsDeviceClasses) else str(on)
 
 
 @runtime_checkable
 class SupportsTransports(Protocol):
-    """A backend with devices that can communicate in several ways."""
+    """A backend with devices that can communicate over several transports, such as peer memory or host memory."""
 
     def describe_transport(self, devices: Sequence[Device]) -> str:
-        """Return the transport of these devices and the reason for it, as a phrase that follows "they meet"."""
+        """Describe the transport of these devices and the reason for it, as a phrase that follows "they meet"."""
 
 
 @runtime_checkable
 class SupportsPlanCache(Protocol):
-    """A backend with answers that depend only on its source, settings and device, so that plans can be cached."""
+    """A backend that allows plans to be cached: its answers depend only on its source, settings and device."""
 
     def describe_settings(self) -> str:
-        """Return the choices that were made when the backend was created, such as the thread count."""
+        """Describe the settings with which the backend was created, such as the thread count."""
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ class PacksWeights(Protocol):
     """A backend that packs quantised weights into host memory, which may be mapped from a file."""
 
     def compute_packing_id(self) -> str:
-        """Return an identifier of the packed form: equal identifiers mean equal bytes of a weight."""
+        """Return an identifier of the packed form: with equal identifiers a weight has equal packed bytes."""
 
 
 @runtime_checkable
@@ -69,10 +69,12 @@ class SupportsPiecewiseLoading(Protocol):
     """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
-        """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result is the same as after one `load`.
+        """Split a weight into slices for `load`, and yield (data, spec, buffer) of each slice.
+
+        All loaded slices together are the same as one loaded weight.
 
         Args:
-            data: The weight as a file holds it.
+            data: The weight in the form of a model file.
             declared: Spec of the weight in the graph.
             buffer: Buffer of the whole weight.
         """
@@ -80,10 +82,10 @@ class SupportsPiecewiseLoading(Protocol):
 
 @runtime_checkable
 class SupportsZeroCopyWeights(Protocol):
-    """A backend that can read a weight in the memory of the caller."""
+    """A backend that can read a weight in the memory of the caller, without a copy."""
 
     def as_buffer(self, data: Array, declared: Spec) -> Any | None:
-        """Return the memory of `data` as a buffer; None if the backend stores such a weight in another form."""
+        """Return the memory of `data` as a buffer, or None if the backend stores such a weight in another form."""
 
 
 @runtime_checkable
@@ -91,15 +93,15 @@ class SupportsThreads(Protocol):
     """A backend that runs kernels on threads of this machine."""
 
     threads: int
-    """Threads of each device."""
+    """Thread count of each device."""
 
 
 @runtime_checkable
 class SupportsBatchedWrites(Protocol):
-    """A backend with memory that the host reaches by copies, where one large copy is faster than many small ones."""
+    """A backend that writes several host arrays to device memory by one large copy, faster than by small copies."""
 
     def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Return a function that writes one array to each of these tensors, before later runs.
+        """Make a function that writes one host array to each of these tensors, before later runs.
 
         The function may overwrite bytes between the tensors, up to the next multiple of `ALIGNMENT`. The caller may
         reuse its arrays as soon as the function returns.
@@ -111,14 +113,14 @@ class SupportsReturnedOutputs(Protocol):
     """A compiled program that can copy outputs to the host as part of the run."""
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that runs the program and returns these tensors as new host arrays."""
+        """Make a function that runs the program and returns these tensors as new host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedKernel:
-    """A kernel of one run: the positions of its instructions, its start and its end in seconds of `time.monotonic`.
+    """A kernel of one run with the positions of its instructions, and its start and end in seconds of `time.monotonic`.
 
-    A wait for other devices counts towards the kernel that had to wait.
+    A wait for other devices counts as time of the kernel that waits.
     """
 
     kernel: str
@@ -136,18 +138,18 @@ class SupportsTiming(Protocol):
     """A compiled program that can report the kernels of a run and their times."""
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run calls, in order; a substitute for a kernel has another name."""
+        """Return the names of the kernels that a run calls, in order; `STAND_IN` replaces a missing kernel."""
 
     def run_timed(self) -> Iterable[TimedKernel]:
-        """Run once and return the time of each kernel; errors are the same as in a plain run.
+        """Run the program once and return the start and end time of each kernel.
 
-        The times may be read after the next run has begun.
+        Errors are the same as in a run without timing. The times may be read after the next run has begun.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """The location of the source of a kernel, such as ``hocket/cli.py:12``, and its `text`, empty for a long source."""
+    """The file and line of the source of a kernel, such as ``hocket/cli.py:12``; `text` is empty for a long source."""
 
     file_and_line: str
     text: str = ""
@@ -155,7 +157,7 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel that a program calls, and the positions of the instructions that it computes."""
+    """A kernel that a program calls, its source, and the positions of the instructions that it computes."""
 
     kernel: str
     source: SourceLocation
@@ -163,20 +165,23 @@ class KernelCall:
 
 
 STAND_IN = "NumPy"
-"""The name of the kernel of an instruction for which a backend has no compiled kernel, so that NumPy computes it."""
+"""Kernel name of an instruction that NumPy computes, because the backend has no compiled kernel for the instruction."""
 
 
 @runtime_checkable
 class ListsKernels(Protocol):
-    """A backend that can list the kernels of a program before there is memory for it."""
+    """A backend that can list the kernels of a program without memory for the program."""
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        """Return the kernels in the order of a run, except for kernels that depend on the other devices of a group."""
+        """Return the kernel calls in the order of a run, except for kernels that depend on other devices of a group."""
 
 
 @runtime_checkable
 class ReportsFusion(Protocol):
-    """A backend that fuses instructions where their memory allows it, and so affects the distribution of a graph."""
+    """A backend that reports which instructions it fuses; fusion affects the distribution of a graph over devices.
+
+    Whether the backend fuses instructions depends on the memory layout of their values.
+    """
 
     def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
         """Return the positions of the instructions in the order of a run; fused instructions are one entry."""
@@ -184,16 +189,16 @@ class ReportsFusion(Protocol):
 
 @runtime_checkable
 class SupportsOverlap(Protocol):
-    """A backend with devices that may compute during a collective."""
+    """A backend with devices that may run other instructions during a collective."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether devices of this group run independent instructions during a collective (see ``beside.py``)."""
+        """Return whether these devices run independent instructions during a collective (see ``beside.py``)."""
 
 
 def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
-    """Return whether the devices of a group compute during a collective.
+    """Return whether the devices of a group run independent instructions during a collective.
 
-    Devices of several backends do not: they communicate through host memory, and all of them wait.
+    Devices of several backends communicate through host memory, and all of them wait.
     """
     first = group[0][0]
     is_one = all(type(backend) is type(first) for backend, _ in group)
@@ -206,9 +211,10 @@ def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
 class KernelSpeeds:
     """Speeds that kernels should reach, by the dtype of the weights or by op.
 
-    `bandwidth` is in bytes/s, for few tokens. `flops` is in FLOP/s, for many tokens. An op has an entry where that
-    speed limits its time. `vector_limits` and `prompt_limits` name the bottleneck of each op for few and for many
-    tokens, such as ``memory``, if it is known.
+    - `bandwidth` is in bytes/s, for few tokens.
+    - `flops` is in FLOP/s, for many tokens. An op has an entry where that speed limits its time.
+    - `vector_limits` and `prompt_limits` name the known bottleneck of each op for few tokens and for many tokens, such
+      as ``memory``.
     """
 
     bandwidth: Mapping[str, float]
@@ -223,7 +229,7 @@ OTHER_OPS = "others"
 
 @dataclass(frozen=True, slots=True)
 class PredictedSpeeds:
-    """Known speeds of a kind of device, in addition to its data sheet.
+    """Known kernel speeds of one kind of device, in addition to its data sheet.
 
     `products` has matrix products by the dtype of the weights. `ops` has the other ops by name.
     """
@@ -234,10 +240,10 @@ class PredictedSpeeds:
 
 @runtime_checkable
 class SupportsSimulation(Protocol):
-    """A backend for which plans can be made without its devices."""
+    """A backend that can stand in for absent devices, so that plans can be made for them."""
 
     def make_simulated_backend(self, model: str) -> Backend:
-        """Return a backend for devices of that model that answers the questions of the planner and runs nothing."""
+        """Make a backend for devices of `model` that answers the questions of the planner and runs no program."""
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the known speeds of a kind of device, in addition to its data sheet, or None."""
+        """Return the known kernel speeds of a kind of device, in addition to its data sheet, or None."""

@@ -1,4 +1,4 @@
-"""Locations of the sources of kernels, for reports."""
+"""Locations and texts of the sources of kernels, for reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from .capabilities import SourceLocation
 
 MAX_SOURCE_CHARACTERS = 4096
-"""Maximum characters of a source that is reported with its location."""
+"""Maximum characters of a source text that is reported with its location."""
 
 
 @lru_cache(maxsize=4096)
 def locate_source(function: Callable[..., Any]) -> SourceLocation:
-    """Return the location and the text of a Python function."""
+    """Return the file, the line and the source text of a Python function."""
     plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
     place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
     try:
@@ -25,5 +25,5 @@ def locate_source(function: Callable[..., Any]) -> SourceLocation:
 
 
 def dedent_source(text: str) -> str:
-    """Return a source without its common indentation; empty if it is too long."""
+    """Return a source text without its common indentation, or an empty text if the source is too long."""
     return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

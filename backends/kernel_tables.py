@@ -1,4 +1,4 @@
-"""Kernel tables that are merged from the tables of kernel families."""
+"""Merging of kernel tables: the table of a backend is merged from the tables of its kernel families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def merge_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
-    """Merge tables into one. Raises `ValueError` if two of them have the same key."""
+    """Merge tables with different keys into one. Raises `ValueError` if two tables have the same key."""
     whole: dict[str, T] = {}
     for table in tables:
         if twice := sorted(whole.keys() & table.keys()):
@@ -25,14 +25,17 @@ def merge_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
 
 
 def merge_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
-    """Merge tables into one, and join the entries of equal keys in order."""
+    """Merge tables of tuples into one, and concatenate the tuples of equal keys in order."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})
 
 
 @cache
 def find_op_package_binding(op: str, backend: str) -> Any:
-    """Return the binding for a backend that the package of an op provides, or None. Raises `BackendError`."""
+    """Return the binding of an op for a backend from the package that declares the op, or None.
+
+    Raises `BackendError` if the binding does not load.
+    """
     where = REGISTRY[op].kernels.get(backend) if op in REGISTRY else None
     try:
         return where and resolve_name(where)

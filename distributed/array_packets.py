@@ -17,9 +17,9 @@ NUMERIC_DTYPE_KINDS = "biuf"
 """The kinds of NumPy dtypes that a packet may have."""
 
 
-def pack_array(array: Array, number: int) -> Packet:
-    """Return a packet with a copy of `array` and the sequence number `number`."""
-    head = PACKET_HEADER.pack(number, array.dtype.str.encode(), array.ndim) + struct.pack(
+def pack_array(array: Array, sequence: int) -> Packet:
+    """Pack a copy of `array` and its sequence number into a packet of bytes."""
+    head = PACKET_HEADER.pack(sequence, array.dtype.str.encode(), array.ndim) + struct.pack(
         f"<{array.ndim}q", *array.shape
     )
     packet = np.empty(len(head) + array.nbytes, np.uint8)
@@ -28,15 +28,17 @@ def pack_array(array: Array, number: int) -> Packet:
     return packet
 
 
-def unpack_array(packet: Packet, sender: str, expected: int) -> Array:
-    """Return the array of a packet.
+def unpack_array(packet: Packet, sender: str, expected_sequence: int) -> Array:
+    """Unpack the array of a packet from `sender`, after a check of its sequence number.
 
     Raises:
-        RanksError: the sequence number is not `expected`, or the bytes are no array.
+        RanksError: The sequence number is not `expected_sequence`, or the bytes are not an array.
     """
-    number, kind, axes = PACKET_HEADER.unpack_from(packet.data)
-    if number != expected:
-        raise RanksError(f"{sender} is at collective {number}, and is expected at {expected}: the plans do not match")
+    sequence, kind, axes = PACKET_HEADER.unpack_from(packet.data)
+    if sequence != expected_sequence:
+        raise RanksError(
+            f"{sender} is at collective {sequence}, and is expected at {expected_sequence}: the plans do not match"
+        )
     dtype = np.dtype(kind.rstrip(b"\0").decode())
     shape = struct.unpack_from(f"<{axes}q", packet.data, PACKET_HEADER.size)
     start = PACKET_HEADER.size + 8 * axes

@@ -1,7 +1,7 @@
-"""How this process was started: alone, or as a rank by mpiexec or srun; and the supervisor of a rank.
+"""Detection of the launcher of this process (mpiexec or srun), and the supervisor process of a rank.
 
-A launcher ends all ranks as soon as one of them ends, before a rank can print the reason. A rank therefore runs in a
-child of the launched process. The launched process is its supervisor and stays until the other ranks have printed
+A launcher ends all ranks as soon as one rank ends, before a rank can print the reason. A rank therefore runs in a child
+of the launched process. The launched process is the supervisor of the rank and stays until the other ranks have printed
 their reasons.
 """
 
@@ -25,12 +25,12 @@ START_TIMEOUT_SECONDS = 60.0
 FINALIZE_SECONDS = 4.0
 """Maximum seconds for which a supervisor waits until the other ranks of its machine have finalized MPI."""
 DIES_WITH_PARENT = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
+"""``PR_SET_PDEATHSIG`` of Linux: a signal to this process at the end of its parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """Rank `rank` of `size` processes that `launcher` started."""
+    """The launcher of this process, the rank of this process, and the number of ranks."""
 
     launcher: str
     rank: int
@@ -38,13 +38,13 @@ class LaunchInfo:
 
 
 def detect_launch() -> LaunchInfo | None:
-    """Return the launcher, rank and size of this process; None for a single process."""
+    """Return the launcher, the rank of this process and the number of ranks; None for a single process."""
     found = detect_rank()
     return LaunchInfo(*found) if found else None
 
 
 def run_under_supervisor(launch: LaunchInfo) -> int:
-    """Fork, and supervise the child; return in the child the file descriptor for `notify_supervisor`."""
+    """Fork: the parent supervises the child, and the child returns the file descriptor for `notify_supervisor`."""
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child:
@@ -59,12 +59,12 @@ def run_under_supervisor(launch: LaunchInfo) -> int:
 
 
 def notify_supervisor(pipe: int) -> None:
-    """Tell the supervisor on the first call that all ranks have started, on the second that all have ended."""
+    """Notify the supervisor: the first call means that all ranks have started, the second that all ranks have ended."""
     os.write(pipe, b"1")
 
 
 def _supervise(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
-    """Wait for `child` and end with its exit code."""
+    """Supervise the process `child`: wait for its end, and end this process with its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: os.kill(child, n))

@@ -1,4 +1,4 @@
-"""The packet link over MPI, through mpi4py, which is imported on use."""
+"""The packet link over MPI, through mpi4py, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PAUSE = 1e-3
 
 
 class MpiLink:
-    """Packets as MPI messages; a channel is a tag.
+    """The packet link that sends packets as MPI messages; a channel is an MPI tag.
 
     Args:
-        communicator: A communicator of mpi4py, which is duplicated. Without it, MPI is started, and `close` ends it.
+        communicator: A communicator of mpi4py, which is duplicated. Without it, MPI is started, and `close` ends MPI.
     """
 
     def __init__(self, communicator: Any = None) -> None:
@@ -40,10 +40,10 @@ class MpiLink:
         self._windows: list[Any] = []
 
     def _duplicate(self, communicator: Any) -> Any:
-        """Return a communicator of the same ranks.
+        """Duplicate an MPI communicator, after the arrival of all ranks.
 
         Raises:
-            RanksError: a rank of this machine will not come.
+            RanksError: A rank of this machine will never arrive.
         """
         if not self._starts:  # the ranks of a command have supervisors
             group = communicator.Get_group()
@@ -108,7 +108,9 @@ class MpiLink:
 
 
 def _mpi4py(*, starts: bool) -> Any:
-    """Return the module `mpi4py.MPI`, with MPI started.
+    """Import the module `mpi4py.MPI` and start MPI.
+
+    With `starts`, mpi4py neither starts nor ends MPI by itself.
 
     Raises:
         BackendError: mpi4py or an MPI library is missing.

@@ -11,9 +11,9 @@ Packet = npt.NDArray[np.uint8]
 
 
 class PacketLink(Protocol):
-    """One rank's end of the transport. Packets of one sender and channel arrive in the order of their `send` calls.
+    """The end of a packet transport in one rank. Packets of one sender and channel arrive in the order of `send` calls.
 
-    Threads may share it. No method except `close` waits: a caller polls, and checks for failed ranks between two polls.
+    Threads may share the link. Only `close` waits: a caller polls, and checks for failed ranks between two polls.
     """
 
     rank: int
@@ -21,19 +21,22 @@ class PacketLink(Protocol):
     host: str
 
     def send(self, to: int, channel: int, packet: Packet) -> Any:
-        """Send `packet`, which must not change any more; `is_sent` takes the result."""
+        """Start to send `packet` to a rank on a channel, and return an object for `is_sent`.
+
+        The caller must not change the packet after the call.
+        """
 
     def is_sent(self, posted: Any) -> bool:
-        """Return whether the link needs a packet no more."""
+        """Return whether a packet is sent, so that the link no longer reads its memory."""
 
     def try_receive(self, source: int, channel: int) -> Packet | None:
-        """Return the next packet of a rank on a channel, or None before it arrives."""
+        """Return the next packet from a rank on a channel, or None before a packet arrives."""
 
     def shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
-        """Return zeroed memory of `words` 8-byte integers that all ranks share; None if they are on several machines.
+        """Allocate zeroed memory of `words` 8-byte integers that all ranks share, or return None on several machines.
 
-        All ranks call it with the same `words`.
+        All ranks call the method with the same `words`.
         """
 
     def close(self) -> None:
-        """Close the link; all ranks call it, and no packet is pending."""
+        """Close the link; all ranks call the method, and no packet is pending."""

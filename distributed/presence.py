@@ -1,7 +1,8 @@
-"""The ranks of one machine before they communicate over MPI: each rank leaves a note that the others can read.
+"""Detection of ended or stopped ranks of one machine before the ranks communicate over MPI, by notes in memory files.
 
-A note is a file in memory, open from ``import hocket`` to the end of the process, which Linux shows in ``/proc``. The
-note is empty while the process runs; at the end it holds the reason. No file stays behind.
+A note is a file in memory, open from ``import hocket`` to the end of the process. Linux shows the file in ``/proc``, so
+the other ranks can read it. The note is empty while the process runs; at the end it holds the reason. No file stays
+behind.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ NOTE = "hocket-rank"
 POLL_SECONDS = 0.25
 """Seconds between two polls of the processes of the other ranks."""
 STOPPED_SECONDS = 4.0
-"""Seconds after which a rank that is stopped counts as failed."""
+"""Seconds after which a stopped rank counts as failed."""
 IMPORT_SECONDS = 60.0
 """Maximum seconds until a rank of this machine has imported hocket, even on a busy machine."""
 ENDED = "its program ended before that of the others"
 
 MAX_REASON = 300
-"""Characters of a reason."""
+"""Maximum characters of a reason."""
 
 
 class Partner(Protocol):
-    """One end of a group of processes that a script has not closed."""
+    """A participant in a run of several ranks that announces the end of this process to the other ranks."""
 
     def tell_end(self, why: str) -> None:
-        """Tell the others that this process ends, and why."""
+        """Announce to the other ranks that this process ends, and why."""
 
     def await_ends(self) -> None:
-        """Wait until all other ranks have sent the same, or one has failed."""
+        """Wait until all other ranks have announced their ends, or until a rank fails."""
 
 
 LAUNCHERS = (
@@ -46,11 +47,11 @@ LAUNCHERS = (
     ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""Launchers, and their variables with the rank of a process and the number of ranks."""
+"""Launchers, each with the environment variables of the rank of a process and of the number of ranks."""
 
 
 def detect_rank() -> tuple[str, int, int] | None:
-    """Return the launcher, the rank and the number of ranks, or None for a single process."""
+    """Return the launcher, the rank of this process and the number of ranks, or None for a single process."""
     for by, rank, size in LAUNCHERS:
         numbers = os.environ.get(rank, ""), os.environ.get(size, "")
         if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
@@ -64,25 +65,31 @@ _losses: list[str] = []
 
 
 def leave_note() -> None:
-    """Leave the note of this process if it is one of several, where the system has such files."""
+    """Create the note of this process if a launcher started several ranks and the system has memory files.
+
+    At the exit of the process the note receives the reason.
+    """
     if detect_rank() and not _notes and hasattr(os, "memfd_create"):
         _notes.append(os.memfd_create(NOTE))
         atexit.register(_end_rank, os.getpid())
 
 
 def register_partner(partner: Partner) -> None:
-    """Call `tell_end` and `await_ends` of `partner` at the end of this process, if `partner` is alive then."""
+    """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
     _partners.append(ref(partner))
 
 
 def format_reason(error: BaseException) -> str:
-    """Return one line for an error; the line of another rank's failure is passed on as it is."""
+    """Format an error as one line for the other ranks; the line of a failure of another rank stays unchanged."""
     text = str(error) if type(error).__name__ == "RanksError" else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:MAX_REASON]
 
 
 def record_loss(why: str) -> None:
-    """Record that a rank has failed: MPI would wait for it for ever, so this process ends without MPI."""
+    """Record that a rank is lost, and why, so that this process ends without MPI.
+
+    MPI would wait for the lost rank for ever.
+    """
     _losses.append(why)
 
 
@@ -107,25 +114,28 @@ def _end_rank(pid: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this machine is stopped; False if the system does not tell."""
+    """Return whether a process of this machine is stopped (SIGSTOP); False if the system does not tell."""
     return _read_process_state(pid)[:1] in ("T", "t")
 
 
 def continue_supervisor() -> None:
-    """Continue the parent of this process if it is stopped: the parent has to end with this process."""
+    """Resume the parent of this process if the parent is stopped, because both have to end together."""
     if is_stopped(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _read_process_state(pid: int) -> str:
-    """Return the state and the parent of a process, as in ``/proc/PID/stat``; empty without such a process."""
+    """Return the state letter and the following fields of ``/proc/PID/stat``; empty without such a process.
+
+    The second field is the process id of the parent.
+    """
     with suppress(OSError):
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2]
     return ""
 
 
 def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
-    """Yield the rank and the process id of each rank that the launcher has started on this machine."""
+    """Yield the rank and the process id of each other process that the launcher has started on this machine."""
     parent = str(os.getppid())
     for entry in PROC.glob("[0-9]*"):
         pid = int(entry.name)
@@ -139,7 +149,10 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
 
 
 def await_local_ranks(seconds: float) -> None:
-    """Wait at most `seconds` until the ranks of this machine, children of the launched processes, have ended."""
+    """Wait at most `seconds` until the ranks of this machine have ended.
+
+    The ranks are children of the launched processes, which are their supervisors.
+    """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         supervisors = {str(pid) for _, pid in _find_sibling_ranks()}
@@ -149,7 +162,7 @@ def await_local_ranks(seconds: float) -> None:
 
 
 def _list_living_parents() -> Iterator[str]:
-    """Yield the parent of each process of this machine that runs and is not stopped."""
+    """Yield the parent process id of each process of this machine that is running and not stopped."""
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state(int(entry.name)).partition(" ")
         if state not in ("", "Z", "X", "T", "t"):
@@ -157,7 +170,7 @@ def _list_living_parents() -> Iterator[str]:
 
 
 def _read_note(pid: int) -> str | None:
-    """Return the note of a process, or None."""
+    """Read the note of the rank with process id `pid`, or return None without a note."""
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
@@ -167,17 +180,17 @@ def _read_note(pid: int) -> str | None:
 
 
 class AbsentRanks:
-    """Finds ranks of this machine that will not come while this rank waits for them."""
+    """Detector of ranks of this machine that will never arrive, while this rank waits for them."""
 
     def __init__(self, ranks: Collection[int]) -> None:
-        """`ranks`: numbers in ``MPI.COMM_WORLD``."""
+        """Begin the wait for `ranks`, which are numbers in ``MPI.COMM_WORLD``."""
         self._ranks, self._start = ranks, time.monotonic()
         self._last_poll = self._start
         self._processes: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
 
     def find(self) -> tuple[int, str] | None:
-        """Return a rank that will not come, and the reason, or None."""
+        """Find a rank that will never arrive, and return its number and the reason, or None."""
         now = time.monotonic()
         if now - self._last_poll < POLL_SECONDS:
             return None

@@ -1,6 +1,6 @@
 """Communicators of devices that belong to several ranks.
 
-Devices of one rank exchange data through its memory. A sum over ranks has three steps:
+Devices of one rank exchange data through the memory of the rank. A sum over ranks has three steps:
 
 1. A reduce-scatter within each rank: each device has the sum of one slice.
 2. A sum of each slice over the ranks: the devices of a rank send at the same time.
@@ -33,7 +33,10 @@ SHARED_SUM_ELEMENTS = 64 * 1024
 
 
 class DevicePlacement:
-    """The rank of each device; `local_devices` are the devices of this rank."""
+    """The placement of devices on ranks: the rank of each device, and exchanges of device parts between ranks.
+
+    `local_devices` are the devices of this rank.
+    """
 
     world: World
     ranks: tuple[int, ...]
@@ -49,7 +52,9 @@ class DevicePlacement:
         return self.world.size > 1
 
     def exchange(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
-        """Return the part of each `needed` device, on all ranks; all ranks call it.
+        """Exchange parts between ranks: return the part of each `needed` device, on all ranks.
+
+        All ranks call the method.
 
         Args:
             parts: The parts of the devices of this rank.
@@ -62,7 +67,7 @@ class DevicePlacement:
         return all_parts
 
     def broadcast_one(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
-        """Return the part that all `holders` have.
+        """Return on all ranks the part that all `holders` have equally.
 
         A rank without a holder receives the part from the rank of the first holder.
         """
@@ -87,9 +92,9 @@ class DevicePlacement:
         return unpack_array(packet, self.world.name(rank), device)
 
     def shared_buffers(self) -> SharedBuffers | None:
-        """Return shared memory for sums by compiled code of several processes; None on several machines.
+        """Return buffers that all ranks share for sums by compiled code, or None on several machines.
 
-        All ranks call it.
+        The first call allocates the buffers. All ranks call the method.
         """
         if self._shared_buffers is None:
             head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
@@ -107,16 +112,19 @@ class DevicePlacement:
         self._shared_buffers.signal_pad[FAILURE_WORD] = 1
 
     def _channel(self, device: int) -> int:
-        """Return the channel on which the rank of a device sends to all ranks."""
+        """Return the channel on which the rank of a device sends the part of the device to other ranks."""
         return DATA + len(self.ranks) ** 2 + device
 
     def channel(self, source: int, to: int) -> int:
-        """Return the channel on which a device sends to another."""
+        """Return the channel on which device `source` sends to device `to`."""
         return DATA + source * len(self.ranks) + to
 
 
 class RankGroup:
-    """A communicator of devices of several ranks; `member(number)` is the end of a device of this rank."""
+    """The shared state of a communicator of devices of several ranks.
+
+    `member(number)` is the communicator of one device of this rank.
+    """
 
     def __init__(
         self,
@@ -136,7 +144,7 @@ class RankGroup:
             timeout: Maximum seconds of a wait.
             wire: The dtype of a transfer.
             collective_groups: For each device the devices of its collectives, itself included; all devices by default.
-            shares: Devices may share a progress board; without it, they exchange data through host memory.
+            shares: Whether devices may share a signal pad. Without it, they exchange data through host memory.
         """
         self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
         all_devices = tuple(range(len(devices)))
@@ -158,7 +166,7 @@ class RankGroup:
         return RankGroupMember(self, number)
 
     def abort(self, why: str) -> None:
-        """End all ranks, because a device of this rank failed."""
+        """Wake all waiting devices and announce the failure to all ranks, with the reason `why`."""
         self.between.world.fail(why)
 
     def _wake(self, why: str) -> None:
@@ -168,7 +176,10 @@ class RankGroup:
             group.abort(why)
 
     def clear(self) -> None:
-        """Forget all of a run except its number and the failure of a rank, which may come while the run ends."""
+        """Clear messages and failures after a run, except the run numbers.
+
+        A failure of a rank that came meanwhile is reported again.
+        """
         for board in self.signal_pads.values():
             reset_run_numbers(board)
         for group in self.thread_groups.values():
@@ -177,7 +188,10 @@ class RankGroup:
 
 
 class RankGroupMember:
-    """The `Comm` of device `number`, which the thread of the device calls; `rank` is its index in its group."""
+    """The communicator (`Comm`) of device `number` in a `RankGroup`, which the thread of the device calls.
+
+    `rank` is the index of the device in its collective group.
+    """
 
     spans_processes: bool = True
 
@@ -213,7 +227,7 @@ class RankGroupMember:
         return unpack_array(packet, self._world.name(rank), sequence)
 
     def _exchange(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
-        """Return the array that each of `peers`, this device included, has for this device.
+        """Exchange arrays with `peers`: return the array that each peer, this device included, has for this device.
 
         ``own(i)`` is the array of this device for ``peers[i]``.
         """
@@ -224,7 +238,7 @@ class RankGroupMember:
         return arrays
 
     def _sum_over_ranks(self, part: Array, sequence: int) -> Array:
-        """Return the sum of a slice over the devices with this index in their ranks."""
+        """Sum a slice over the ranks: over the devices that have the same index in each rank."""
         peers = [mates[self._place] for mates in self._groups]
         if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
             return _sum_arrays(self._exchange(peers, lambda to: part, sequence))
@@ -233,7 +247,7 @@ class RankGroupMember:
         return np.concatenate(self._exchange(peers, lambda to: mine, sequence))
 
     def _sum_over_group(self, source: Array, sequence: int) -> Array:
-        """Return the sum over the collective group, in the order of devices within a rank, then in rank order."""
+        """Sum an array over the collective group, in the order of devices within a rank, then in rank order."""
         flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
         slices = [*_even_slices(flat.size, self._slice_count), *[slice(0, 0)] * (len(self._mates) - self._slice_count)]
         mine = slices[self._place]
@@ -256,7 +270,7 @@ class RankGroupMember:
             np.copyto(into[target], total[origin])
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Send `source` to one device of each other rank; that device shares it within its rank."""
+        """Send `source` to one device of each other rank, which shares it with the other devices of the rank."""
         others = [mates for mates in self._groups if mates is not self._mates]
         posted = [self._send(source, mates[self._place % len(mates)], sequence) for mates in others]
         own = len(self._mates)
@@ -284,7 +298,7 @@ def _even_slices(size: int, count: int) -> list[slice]:
 
 
 def _sum_arrays(arrays: Sequence[Array]) -> Array:
-    """Return the sum in order and in the narrowest dtype of the arrays, so that it is equal on all ranks."""
+    """Sum arrays in order and in the narrowest of their dtypes, so that the sum is equal on all ranks."""
     wire = min((a.dtype for a in arrays), key=lambda d: (d.itemsize, d.str))
     total = arrays[0].astype(wire)
     for other in arrays[1:]:

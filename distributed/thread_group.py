@@ -1,4 +1,7 @@
-"""Communicators of devices of one process, which share its memory. They implement `Comm` of ``backends.base``."""
+"""Communicators of devices of one process, which exchange data through its memory.
+
+They implement `Comm` of ``backends.base``.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from ..graph.errors import BackendError
 MAX_PENDING_MESSAGES = 8
 """Maximum messages from one device to another that are not received yet: messages of two or three runs.
 
-Pipeline stages differ in time. With two messages, fewer than one run has, each stage waited for the slowest one.
+Pipeline stages differ in time. With two messages, fewer than one run has, each stage waited for the slowest stage.
 """
 
 
 class ThreadGroup:
-    """A communicator of the threads of a group; `member(rank)` is one end.
+    """The shared state of a communicator of several threads of this process, one for each device.
 
-    Sums are computed in rank order and in the narrowest dtype of the operands, so all devices get the same numbers.
+    `member(rank)` is the communicator of one device. Sums are computed in rank order and in the narrowest dtype of the
+    operands, so all devices get the same numbers.
 
     Args:
         size: Number of threads.
@@ -49,7 +53,7 @@ class ThreadGroup:
         return ThreadGroupMember(self, rank)
 
     def abort(self, why: str) -> None:
-        """Wake all waiting threads, because a member failed."""
+        """Wake all waiting threads with the reason `why`, because a member failed."""
         self.failure = self.failure or why
         if self.board is not None:
             self.board[FAILURE_WORD] = 1
@@ -58,7 +62,7 @@ class ThreadGroup:
             self.post.notify_all()
 
     def clear(self) -> None:
-        """Forget messages and failures after a run, when no thread waits."""
+        """Clear messages and failures after a run, when no thread waits."""
         self.messages.clear()
         self.posted[:] = [None] * self.size
         if self.failure or self.barrier.broken:
@@ -67,15 +71,15 @@ class ThreadGroup:
         if self.board is not None:
             reset_run_numbers(self.board)
 
-    def wait_for_message(self, holds: Callable[[], object], what: str, why: str) -> None:
-        """Wait on the condition `post` until `holds` returns true.
+    def wait_for_message(self, condition: Callable[[], object], subject: str, reason: str) -> None:
+        """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
 
         Raises:
-            BackendError: `holds` stays false for `timeout` seconds; the message has `what` waits and `why`.
+            BackendError: `condition` stays false for `timeout` seconds. The message has `subject` and `reason`.
         """
-        came = self.post.wait_for(lambda: holds() or bool(self.failure), self.timeout)
-        if not came or not holds():
-            raise BackendError(f"{what}: {self.failure or f'{why} within {self.timeout:g} s'}")
+        came = self.post.wait_for(lambda: condition() or bool(self.failure), self.timeout)
+        if not came or not condition():
+            raise BackendError(f"{subject}: {self.failure or f'{reason} within {self.timeout:g} s'}")
 
     def wait(self, rank: int, sequence: int) -> None:
         try:
@@ -90,7 +94,7 @@ class ThreadGroup:
 
 
 class ThreadGroupMember:
-    """The `Comm` of one thread."""
+    """The communicator (`Comm`) of one thread of a `ThreadGroup`."""
 
     spans_processes: bool = False
 
@@ -102,7 +106,10 @@ class ThreadGroupMember:
         self.transfer_dtype = group.wire
 
     def exchange_values(self, own: Any, sequence: int) -> list[Any]:
-        """Return the values of all members in rank order; call `wait` before a value changes."""
+        """Return the values of all members in rank order, after a barrier.
+
+        The caller calls `wait` before a value changes.
+        """
         self.group.posted[self.rank] = (sequence, own)
         self.group.wait(self.rank, sequence)
         values = []
@@ -117,7 +124,7 @@ class ThreadGroupMember:
         return values
 
     def _exchange(self, source: Array, sequence: int) -> list[Array]:
-        """Return the sources of all members in the transfer dtype."""
+        """Return the source arrays of all members in rank order, in their narrowest dtype."""
         return _in_narrowest_dtype(self.exchange_values(source, sequence))
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
@@ -169,7 +176,7 @@ class ThreadGroupMember:
 
 
 def _in_narrowest_dtype(arrays: list[Array]) -> list[Array]:
-    """Return the arrays in the narrowest of their dtypes, so that all devices compute the same numbers."""
+    """Cast all arrays to the narrowest of their dtypes, so that all devices compute the same numbers."""
     dtypes = {a.dtype for a in arrays}
     if len(dtypes) == 1:
         return arrays
@@ -177,6 +184,9 @@ def _in_narrowest_dtype(arrays: list[Array]) -> list[Array]:
     return [a.astype(wire) for a in arrays]
 
 
-def _accumulator_like(own: Array, wire: Array) -> Array:
-    """Return `own` as the accumulator, or an array of its shape in the dtype of `wire` if that differs."""
-    return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)
+def _accumulator_like(candidate: Array, operand: Array) -> Array:
+    """Return `candidate` as the accumulator of a sum if it has the dtype of `operand`, else a new array.
+
+    The new array has the shape of `candidate` and the dtype of `operand`.
+    """
+    return candidate if candidate.dtype == operand.dtype else np.empty(candidate.shape, operand.dtype)

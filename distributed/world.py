@@ -1,4 +1,4 @@
-"""The ranks of one run: control messages, agreement, and a common end when a rank fails.
+"""The processes of one run (ranks): messages between ranks, agreement, and a common end when a rank fails.
 
 A thread of each rank sends a heartbeat twice a second. A rank that fails sends the reason to all ranks. A rank without
 heartbeats counts as failed. Every wait for another rank then raises `RanksError`; a process that does not wait is
@@ -35,18 +35,19 @@ FAILED_RANK_LINGER_SECONDS = 2.0
 POLL_SECONDS = 0.05
 """Seconds between two polls of the heartbeat thread."""
 SPINS = 400
-"""Polls without a pause, about half a millisecond, before a wait yields the processor."""
+"""Number of polls without a pause, about half a millisecond, before a wait yields the processor."""
 MIN_PAUSE_SECONDS, PAUSE_FRACTION, MAX_PAUSE_SECONDS = 5e-5, 0.02, 1e-3
-"""Bounds of a pause between two polls, and the fraction of the seconds waited so far that it takes.
+"""Bounds of a pause between two polls, and the length of a pause as a fraction of the seconds waited so far.
 
 Another thread of this rank may need the processor for the awaited result.
 """
 WATCH, TALK, DATA = 0, 1, 2
-"""Channels: of heartbeats, of `all_gather_bytes`; from `DATA` on of devices."""
+"""Channels: `WATCH` for heartbeats, `TALK` for `all_gather_bytes`, and numbers from `DATA` on for devices."""
 ALIVE, FAILED, DONE, GONE, CLOSES, LAST = b"a", b"f", b"d", b"g", b"c", b"l"
-"""The first byte of a packet of `WATCH`. `FAILED` and `LAST` carry the reason: a rank failed, or its script ends.
+"""The first byte of a packet on the channel `WATCH`.
 
-A rank that sends `GONE` or `CLOSES` has sent the reason before; with `CLOSES` it finalizes MPI.
+`FAILED` and `LAST` carry the reason: a rank failed, or its script ends. A rank that sends `GONE` or `CLOSES` has sent
+the reason before; with `CLOSES` it finalizes MPI.
 """
 
 
@@ -54,12 +55,12 @@ Seen = TypeVar("Seen")
 
 
 class RanksError(BackendError):
-    """A rank failed, ended, or does not match the others."""
+    """A rank failed, ended, or does not match the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why a run ends, and the rank that failed first."""
+    """The reason why a run ends, and the rank that failed first, with its host."""
 
     rank: int
     host: str
@@ -70,12 +71,14 @@ class Failure:
 
 
 class World:
-    """One rank's end of a group of processes that run the same program in the same order.
+    """One rank of a run: the connection of this process to all other processes of the run.
+
+    All ranks run the same program in the same order.
 
     Args:
-        link: The packet link to the other ranks; None for a group of one process.
-        ends_process: The failure of another rank ends this process if it does not end by itself. Without it, only
-            waits raise.
+        link: The packet link to the other ranks; None for a run of one process.
+        ends_process: Whether the failure of another rank ends this process if it does not end by itself. Without it,
+            only waits raise.
     """
 
     rank: int
@@ -105,51 +108,55 @@ class World:
             self.hosts = tuple(text.decode() for text in self.all_gather_bytes(link.host.encode()))
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank in messages."""
+        """Describe a rank for messages, as in ``rank 1 on node-b``."""
         return f"rank {rank} on {self.hosts[rank]}"
 
     # ------------------------------------------------------------------------------------------------- talking
 
     def send_packet(self, to: int, channel: int, packet: Packet) -> object:
-        """Send a packet; `wait_until_sent` takes the result."""
+        """Send a packet to a rank on a channel, and return an object for `wait_until_sent`."""
         self.check()
         return self._link.send(to, channel, packet)
 
     def wait_until_sent(self, posted: Sequence[object], timeout: float | None = None) -> None:
-        """Wait until the link needs the packets no more."""
+        """Wait until all packets of `send_packet` are sent, so that the link no longer reads their memory.
+
+        Raises:
+            RanksError: A rank failed, or a packet is not sent within `timeout` seconds.
+        """
         for one in posted:
             if self._wait_for(lambda one=one: self._link.is_sent(one) or None, timeout) is None:  # type: ignore[misc]
                 raise RanksError(f"{self.name(self.rank)}: no rank receives its message for {timeout:g} s")
 
     def receive_packet(self, source: int, channel: int, timeout: float | None = None) -> Packet | None:
-        """Return the next packet of a rank on a channel, or None after `timeout` seconds."""
+        """Return the next packet from a rank on a channel, or None after `timeout` seconds."""
         return self._wait_for(lambda: self._link.try_receive(source, channel), timeout)
 
-    def _wait_for(self, look: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
-        """Call `look` until it returns a value; return None after `timeout` seconds.
+    def _wait_for(self, poll: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
+        """Poll until `poll` returns a value, and return the value, or None after `timeout` seconds.
 
         Raises:
-            RanksError: a rank failed.
+            RanksError: A rank failed.
         """
         for _ in range(SPINS):
-            if (seen := look()) is not None:
-                return seen
+            if (found := poll()) is not None:
+                return found
         start = time.monotonic()
-        while (seen := look()) is None:
+        while (found := poll()) is None:
             self.check()
             waited = time.monotonic() - start
             if timeout is not None and waited > timeout:
                 return None
             time.sleep(min(max(MIN_PAUSE_SECONDS, waited * PAUSE_FRACTION), MAX_PAUSE_SECONDS))
-        return seen
+        return found
 
     def all_gather_bytes(self, own: bytes, timeout: float | None = None) -> list[bytes]:
-        """Return the bytes of all ranks, in rank order.
+        """Send the bytes `own` to all ranks, and return the bytes of all ranks in rank order.
 
         The wait for another rank takes at most `timeout` seconds, except for rank 0, which may wait for a person.
 
         Raises:
-            RanksError: a rank failed or did not come in time.
+            RanksError: A rank failed or did not come in time.
         """
         if self.size == 1:
             return [own]
@@ -166,48 +173,48 @@ class World:
         return packet.tobytes()
 
     def timeout_error(self, rank: int, timeout: float) -> RanksError:
-        """Return the error for a rank that is alive and does not come in time."""
+        """Record that a rank which is alive did not come within `timeout` seconds, and return the error."""
         self._give_up(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
 
     def _give_up(self, rank: int, why: str) -> None:
-        """Record the failure of `rank`, for which MPI would wait at its end."""
+        """Give up a rank: record its failure, so that the end of this process does not wait for that rank in MPI."""
         failure = Failure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_loss(str(failure))
 
-    def broadcast_from_first(self, say: Callable[[], bytes]) -> bytes:
-        """Return the bytes that `say` returns on rank 0; other ranks do not call it."""
+    def broadcast_from_first(self, make_text: Callable[[], bytes]) -> bytes:
+        """Return on all ranks the bytes that `make_text` returns on rank 0; other ranks do not call it."""
         if self.size == 1:
-            return say()
+            return make_text()
         if self.rank:
             return self._receive_from(0)
-        text = say()
+        text = make_text()
         self.wait_until_sent([self.send_packet(to, TALK, np.frombuffer(text, np.uint8)) for to in self._others])
         return text
 
-    def require_agreement(self, name: str, own: str, do: str, timeout: float | None = None) -> None:
-        """Compare a text of all ranks.
+    def require_agreement(self, name: str, own: str, remedy: str, timeout: float | None = None) -> None:
+        """Require that a text is equal on all ranks.
 
         Args:
             name: The name of the text in the message.
             own: The text of this rank.
-            do: The remedy, for the message.
+            remedy: The remedy, for the message.
             timeout: Seconds to wait for a rank.
 
         Raises:
-            RanksError: the texts differ; every rank raises it.
+            RanksError: The texts differ; every rank raises it.
         """
         texts = [text.decode() for text in self.all_gather_bytes(own.encode(), timeout)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 first = f"{self.name(0)} has {texts[0]:.80}"
-                raise RanksError(f"{self.name(rank)} has another {name}: {text:.80}, {first}; {do}")
+                raise RanksError(f"{self.name(rank)} has another {name}: {text:.80}, {first}; {remedy}")
 
     def shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
-        """Return zeroed memory of `words` 8-byte integers that all ranks share; None unless they are on one machine.
+        """Allocate zeroed memory of `words` 8-byte integers that all ranks share, or return None on several machines.
 
-        All ranks call it.
+        All ranks call the method.
         """
         return self._link.shared_words(words) if len(set(self.hosts)) == 1 else None
 
@@ -218,29 +225,39 @@ class World:
         if self.failure is not None:
             raise RanksError(str(self.failure))
 
-    def register_wake(self, wake: Callable[[str], None]) -> None:
-        """Call the bound method `wake` with the reason when a rank fails, as long as its object is alive.
+    def register_wake(self, callback: Callable[[str], None]) -> None:
+        """Register a bound method that is called with the reason when a rank fails.
 
-        A thread that waits elsewhere does not call `check`.
+        The registration ends with the object of the method. It serves threads that wait elsewhere and do not poll for
+        failures.
         """
-        self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(wake)]
+        self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(callback)]
 
     def wake_again(self) -> None:
-        """Repeat the calls of `register_wake` if a rank has failed: a cleared group has lost the reason."""
+        """Repeat the calls of all registered failure callbacks if a rank has failed.
+
+        A cleared group has lost the reason of the failure.
+        """
         if self.failure is not None:
             for known in self._wakes:
                 if (wake := known()) is not None:
                     wake(str(self.failure))
 
     def fail(self, why: str) -> None:
-        """Send the failure of this rank to the others, unless another rank failed first."""
+        """Announce the failure of this rank to the other ranks, unless it was announced before.
+
+        The first failure of any rank stays the recorded failure.
+        """
         if self._others and not self._has_sent_failure:
             self._has_sent_failure = True
             self._record_failure(Failure(self.rank, self.hosts[self.rank], why))
             self._send_control(FAILED + why.encode())
 
     def tell_end(self, why: str) -> None:
-        """Send the reason why the script of this rank ends; ranks that still need this rank raise it."""
+        """Announce to all ranks that the script of this rank ends, and why.
+
+        Ranks that still need this rank raise the reason.
+        """
         self._is_over = True
         if not self._done.is_set():
             self._send_control(LAST + why.encode())
@@ -256,7 +273,7 @@ class World:
             self._thread.join(SILENCE_TIMEOUT_SECONDS)
 
     def _record_failure(self, failure: Failure) -> bool:
-        """Record the first failure; return whether `failure` is the first."""
+        """Record a failure if it is the first, and return whether it is the first."""
         with self._lock:
             if self.failure is not None:
                 return False
@@ -265,10 +282,12 @@ class World:
         return True
 
     def leave(self, timeout: float | None = None) -> None:
-        """End a rank without work: wait for the others, at most `timeout` seconds.
+        """Leave the run after the work of this rank: wait for the other ranks, and close the link.
+
+        The wait takes at most `timeout` seconds.
 
         Raises:
-            RanksError: a rank failed or did not come in time.
+            RanksError: A rank failed or did not come in time.
         """
         if not self._others:
             return
@@ -289,7 +308,7 @@ class World:
             continue_supervisor()
 
     def end(self, code: int, why: str = "") -> NoReturn:
-        """End the process after a failure: of this rank, for the reason `why`, or of another.
+        """End this process with exit code `code` after a failure of this rank (reason `why`) or of another rank.
 
         The process stays until all ranks have sent their reasons. Ranks do not repeat a line that rank 0 prints.
         """
@@ -318,7 +337,10 @@ class World:
         os._exit(code)  # MPI would wait for the rank that failed
 
     def _bound_close(self, code: int) -> None:
-        """End this process after `FAILED_RANK_LINGER_SECONDS`, if another rank was killed after it sent `CLOSES`."""
+        """Start a timer that ends this process with exit code `code` after `FAILED_RANK_LINGER_SECONDS`.
+
+        The timer matters if another rank was killed after it sent `CLOSES`.
+        """
         timer = threading.Timer(FAILED_RANK_LINGER_SECONDS, os._exit, (code,))
         timer.daemon = True
         timer.start()

@@ -1,6 +1,6 @@
 """The CPU backend: weights packed in the quantised types of their files, and compiled kernels replayed without the GIL.
 
-Ops without a compiled kernel run in NumPy, on float32 copies of the weights that they read.
+Ops without a compiled kernel run in NumPy, on float32 copies of their weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .simd.vectors import LANES
 from .tuning.prefetch_tuning import tune_for_program
 
 QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops that round activations to 8 bits, in blocks of 16, if their weight is packed."""
+"""Ops that quantise activations to 8 bits, in blocks of 16, if the weight is packed."""
 PACKING_THREADS = os.cpu_count() or 1
 """Threads that pack weights, independent of the number of threads that run kernels."""
 MIN_SHARED_PACKING_BYTES = 1 << 22
-"""Minimum bytes of a matrix that several threads pack; to wake them and wait takes as long as a megabyte."""
+"""Minimum bytes of a matrix that several threads pack; their wake-up and wait takes as long as a megabyte."""
 LOAD_CHUNK_BYTES = 1 << 24
-"""Bytes of a weight that are loaded at once: enough to wake threads rarely, and few compared with a model."""
+"""Bytes of a weight that are loaded at once: enough for rare wake-ups of threads, and few compared with a model."""
 HALF_DTYPES = (DType.F16, DType.BF16)
 NARROW_STATE_DTYPES = frozenset(STATE_DTYPES) - {DType.F32}
 LOADED_LEAVES = ("weight", "constant")
@@ -45,7 +45,7 @@ LOADED_LEAVES = ("weight", "constant")
 
 
 class CpuBackend(NumpyBackend):
-    """Runs on the processor of this machine as ``cpu:0`` and virtual devices, with `threads` threads on each."""
+    """The backend for the processor of this machine: ``cpu:0`` and virtual devices, each with `threads` threads."""
 
     name = "cpu"
 
@@ -61,9 +61,9 @@ class CpuBackend(NumpyBackend):
         return f"{self.threads} threads"
 
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        """Return the shape and dtype in which a value is stored.
+        """Return the shape and dtype in which the backend stores a value.
 
-        - Weights that are matrices keep their dtype; quantised ones are padded to whole groups of rows.
+        - Weights that are matrices keep their dtype; quantised weights are padded to whole groups of rows.
         - States that are rows of a narrow dtype, such as caches, keep their dtype.
         - All other values are float32.
         """
@@ -78,11 +78,14 @@ class CpuBackend(NumpyBackend):
         return super().storage_spec(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Return False for collectives: all devices must make the same choice between compiled code and Python."""
+        """Return whether an op reads strided operands; False for collectives.
+
+        All devices of a collective must make the same choice between compiled code and Python.
+        """
         return node.op not in COLLECTIVES
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of activations that are rounded; None for arithmetic in float32."""
+        """Return the relative error that quantised activations cause; None for float32 arithmetic."""
         if node.op == "attention":
             from .kernels.attention.amx_matrices import compute_softmax_rounding_error
 
@@ -90,7 +93,10 @@ class CpuBackend(NumpyBackend):
         return 2.0**-8 if node.op in QUANTISED_ACTIVATION_OPS and node.inputs[0].dtype in FORMATS else None
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
-        """Split a weight along its first axis: whole groups of the rows of a matrix, or some matrices of several."""
+        """Split a weight along its first axis into chunks for loading, with the part of the buffer for each chunk.
+
+        A chunk of a matrix is whole groups of rows. A chunk of a weight with several matrices is whole matrices.
+        """
         stored = self.storage_spec(declared, "weight")
         if len(declared.shape) < 2 or stored.nbytes <= LOAD_CHUNK_BYTES:
             yield data, declared, buffer
@@ -133,7 +139,7 @@ class CpuBackend(NumpyBackend):
                 )
 
     def compute_packing_id(self) -> str:
-        """Return a digest of the kernel sources, which a new version of this package changes."""
+        """Return an identifier of the layout of packed weights, which changes with kernel sources and compilers."""
         return compute_source_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
@@ -192,7 +198,7 @@ def _copy_from_float32(floats: Array, stored: Array, dtype: DType) -> None:
 
 
 def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
-    """Return a view of a packed weight as float32, for kernels that support no other dtype."""
+    """Dequantise a view of a packed weight to float32, for ops without a kernel that reads packed weights."""
     spec = program.buffers[tensor.buffer].declared_spec
     assert spec is not None
     *leading, rows, columns = spec.shape

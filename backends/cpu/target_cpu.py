@@ -1,7 +1,7 @@
-"""The target processor of kernels: this machine's, one with fewer features, or a target of the wheels.
+"""The target processor of compiled kernels: the host, the host with fewer features, or a target of the wheels.
 
-- ``HOCKET_WITHOUT=avx512,avxvnni`` disables every feature with such a prefix, to run the kernels of lesser processors.
-- ``HOCKET_TARGET=x86-64-v3`` selects one of `PRECOMPILED_TARGETS` instead of this machine.
+- ``HOCKET_WITHOUT=avx512,avxvnni`` disables every feature with such a prefix, to run the kernels of older processors.
+- ``HOCKET_TARGET=x86-64-v3`` selects one of `PRECOMPILED_TARGETS` in place of the host.
 - ``HOCKET_AMX=emulated`` runs kernels for AMX tiles as plain vector code, slowly, for tests without AMX.
 """
 
@@ -28,7 +28,7 @@ from ...graph.storage.disk_cache import load_or_make, make_cache_path
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A processor in LLVM's terms, and whether each of its features may be used."""
+    """A compile target in LLVM's terms, and whether kernels may use each CPU feature."""
 
     name: str
     triple: str
@@ -36,11 +36,11 @@ class Target:
     features: Mapping[str, bool]
 
     def format_features(self) -> str:
-        """Return the features in LLVM's notation."""
+        """Return the CPU features as LLVM's feature string, such as ``+avx2,-amx-tile``."""
         return ",".join(f"{'+' if there else '-'}{name}" for name, there in self.features.items())
 
     def can_run_on(self, other: Target) -> bool:
-        """Return whether another processor can run code that is compiled for this one."""
+        """Return whether a processor `other` has all features that code for this target uses."""
         same = self.triple.partition("-")[0] == other.triple.partition("-")[0]
         return same and all(other.features.get(name) for name, there in self.features.items() if there)
 
@@ -68,7 +68,10 @@ PRECOMPILED_TARGETS = (
 
 @cache
 def find_compile_target() -> Target:
-    """Return the compile target. Raises `BackendError` for a name that is not in `PRECOMPILED_TARGETS`."""
+    """Return the target for which kernels are compiled: the host, or the target of ``HOCKET_TARGET``.
+
+    Raises `BackendError` for a name that is not in `PRECOMPILED_TARGETS`.
+    """
     if asked := os.environ.get("HOCKET_TARGET"):
         known = {t.name: t for t in PRECOMPILED_TARGETS}
         if asked not in known:
@@ -92,7 +95,10 @@ class HostCpu(NamedTuple):
 
 @cache
 def _find_host_cpu() -> HostCpu:
-    """Return the processor, from LLVM or from the cache of an earlier process; loading LLVM takes 40 MB of memory."""
+    """Return the processor of this machine, from LLVM or from the cache of an earlier process.
+
+    To load LLVM takes 40 MB of memory.
+    """
     return HostCpu(**json.loads(load_or_make(_find_host_cpu_file(), _describe_host_cpu)))
 
 
@@ -104,7 +110,7 @@ def _describe_host_cpu() -> bytes:
 
 
 def _find_host_cpu_file() -> Path | None:
-    """Return the cache file for the processor; None if the system does not describe its processor."""
+    """Return the cache file for LLVM's description of the host processor; None without ``/proc/cpuinfo``."""
     try:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:
@@ -116,25 +122,25 @@ def _find_host_cpu_file() -> Path | None:
 
 
 def list_runnable_targets() -> tuple[Target, ...]:
-    """Return the targets with kernels that run here: this processor, then `PRECOMPILED_TARGETS` in their order."""
+    """Return the targets whose precompiled kernels this processor can run, the compile target first."""
     mine = find_compile_target()
     others = (t for t in PRECOMPILED_TARGETS if sys.platform == "linux" and t != mine and t.can_run_on(mine))
     return (mine, *others)
 
 
 def is_native() -> bool:
-    """Return whether kernels are compiled for the architecture of this machine."""
+    """Return whether the compile target has the architecture of this machine."""
     return find_compile_target().triple.partition("-")[0] == _find_host_cpu().triple.partition("-")[0]
 
 
 AMX, EMULATED = "amx", "emulated"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
-"""A system call of Linux on x86-64, its request code, and the number of the tile registers."""
+"""A system call of Linux on x86-64, the code of a permission request, and the number of the tile registers."""
 
 
 @cache
 def find_tile_support() -> str | None:
-    """Return how bfloat16 tiles are multiplied: `AMX`, `EMULATED` (plain vector code), or None."""
+    """Return the support for AMX tiles: `AMX` instructions, `EMULATED` (plain vector code), or None."""
     if asked := os.environ.get("HOCKET_AMX"):
         if asked != EMULATED:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
@@ -144,12 +150,15 @@ def find_tile_support() -> str | None:
 
 
 def _request_tile_permission() -> bool:
-    """Request the tile registers from the system, which saves them only for processes that ask."""
+    """Request permission for AMX tile registers from Linux, and return whether Linux gave it.
+
+    Linux saves the tile registers only for processes that ask.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES) == 0
 
 
 def find_target_features() -> Mapping[str, bool]:
-    """Return LLVM's features of the target, and whether kernels may use them."""
+    """Return the CPU features of the compile target by LLVM name, and whether kernels may use each feature."""
     return find_compile_target().features

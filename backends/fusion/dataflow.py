@@ -1,6 +1,6 @@
 """The dataflow of a program and the grouping of its instructions: the basis on which compiled backends fuse.
 
-A fusion looks at the producers and readers of values through a `Dataflow`, never at neighbouring instructions. So the
+A fusion finds the producers and readers of values through a `Dataflow`, never by neighbouring instructions. So the
 order of a program does not affect fusion. A query with an answer that no kernel supports raises `NoKernelError`; the
 instructions are then bound one by one.
 """
@@ -22,7 +22,10 @@ from .operands import BoundInstruction, NoKernelError, Operand, Region, require_
 
 
 class Dataflow:
-    """The dataflow of a program, and the order of its instructions, which run one by one or in groups."""
+    """The producers and readers of values in a program, and the groups of instructions that run together.
+
+    Instructions run in groups or one by one. The class also has the order of the groups.
+    """
 
     def __init__(self, program: Program, readers: ReaderTable) -> None:
         self.reader_table, self.save_positions = readers, program.save_positions
@@ -42,7 +45,7 @@ class Dataflow:
     # -------------------------------------------------------------------------------------------- from value to value
 
     def require_readers(self, number: int) -> list[int]:
-        """Return all instructions that read the result of one.
+        """Return all instructions that read the result of instruction `number`.
 
         Raises `NoKernelError` if the result is retained or has no reader.
         """
@@ -51,13 +54,13 @@ class Dataflow:
         return readers or []
 
     def find_readers(self, number: int) -> list[int] | None:
-        """Return the instructions that read the result of one; None if the result is retained."""
+        """Return all instructions that read the result of instruction `number`; None if the result is retained."""
         return self.reader_table.find_readers(number)
 
     def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
-        """Return the only reader of a result, if its op is `op` and its operand `index` is the whole result.
+        """Return the only reader of the result of instruction `number`, which must have the op `op`.
 
-        Raises `NoKernelError`.
+        Operand `index` of the reader must be the whole result. Raises `NoKernelError` otherwise.
         """
         readers = self.require_readers(number)
         require_supported(
@@ -67,9 +70,9 @@ class Dataflow:
         return readers[0]
 
     def require_full_reader(self, number: int, op: str) -> int:
-        """Return the first reader with that op that has the whole result as its first operand.
+        """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
 
-        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten in between.
+        Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
         """
         readers = self.require_readers(number)
         later = next(
@@ -92,7 +95,10 @@ class Dataflow:
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def require_producer(self, number: int, index: int) -> int:
-        """Return the instruction that computes operand `index`, or a value that contains it. Raises `NoKernelError`."""
+        """Return the instruction that computes operand `index` of `number`, or a value that contains the operand.
+
+        Raises `NoKernelError` if the operand is missing or no instruction computes it.
+        """
         operand = self.bound_instruction(number).optional_operand(index)
         require_supported(operand, "there is no such operand")
         assert operand is not None
@@ -105,14 +111,14 @@ class Dataflow:
         raise NoKernelError("an operand comes from outside")
 
     def find_state_save(self, state: Operand, before: int) -> int | None:
-        """Return the last instruction before `before` that saves a state or rows of it, or None."""
+        """Return the last instruction before `before` that saves the state or some of its rows, or None."""
         saves = self._saves_by_buffer.get(state.tensor.buffer, [])
         at = bisect_left(saves, before)
         return saves[at - 1] if at else None
 
     @cached_property
     def _saves_by_buffer(self) -> Mapping[int, list[int]]:
-        """The state saves of each buffer, in order."""
+        """The numbers of the instructions that save the state in each buffer, ascending."""
         found: dict[int, list[int]] = defaultdict(list)
         for number in sorted(self.save_positions):
             found[self.bound_instruction(number).operand(0).tensor.buffer].append(number)
@@ -126,23 +132,23 @@ class Dataflow:
     # ---------------------------------------------------------------------------------------------------------- order
 
     def list_groups(self) -> Iterator[tuple[int, ...]]:
-        """Yield the instructions in the order of a run; a group that runs together is one tuple, in program order."""
+        """Yield the groups in the order of a run; a group is a tuple of instruction numbers in program order."""
         return (group for group in self._order if group)
 
     def groups_by_instruction(self) -> dict[int, tuple[int, ...]]:
-        """Return the group of each instruction, in program order."""
+        """Return the group of each instruction, by instruction number."""
         return {number: group for group in self.list_groups() for number in group}
 
     def is_ungrouped(self, number: int) -> bool:
-        """Return whether an instruction may join a fusion: it is in no group yet and may move."""
+        """Return whether an instruction may join a fusion: it may move, and it is in no fused group yet."""
         return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
-        """Return whether instructions can run as one group after others have moved before or behind them."""
+        """Return whether these instructions can run as one group, after other instructions moved before or after it."""
         return self._split_around(numbers) is not None
 
     def group_instructions(self, numbers: Sequence[int]) -> None:
-        """Make one group of instructions for which `can_group` holds."""
+        """Make one group of these instructions, for which `can_group` must hold."""
         parted = self._split_around(numbers)
         assert parted is not None
         self._accesses |= self._find_external_accesses(numbers)
@@ -155,10 +161,10 @@ class Dataflow:
                 self._position_by_instruction[number] = place
 
     def _split_around(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Split the instructions from the first to the last member of a group into a part before and a part behind it.
+        """Partition the other groups between the members of a new group into groups before it and groups after it.
 
-        An instruction goes behind the group if it must not pass a member, or must not pass an instruction behind the
-        group. Returns None if an instruction would have to be on both sides, or if a member cannot move.
+        A group goes after the new group if it must not pass a member, or must not pass a group that goes after. Returns
+        None if a group would have to be on both sides, or if a member cannot move.
         """
         if not all(map(self.is_ungrouped, numbers)):
             return None
@@ -180,11 +186,11 @@ class Dataflow:
     def _has_group_conflict(
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
-        """Return whether `group` must not pass one of the others."""
+        """Return whether the order of `group` and one of `groups` matters, so that `group` must not pass it."""
         return any(self._has_conflict(one, other, touched) for some in groups for one in some for other in group)
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
-        """Return the accesses of each instruction, except for results that only `numbers` read."""
+        """Return the accesses of each of these instructions, except to results that only these instructions read."""
         touched = {n: self._find_own_accesses(n) for n in numbers}
         for n in numbers:
             readers = self.find_readers(n) if len(self.bound_instruction(n).dst) == 1 else None
@@ -202,7 +208,10 @@ class Dataflow:
         return read, [*written, *self._scratch_regions[number]]
 
     def _has_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
-        """Return whether the order of two instructions matters."""
+        """Return whether the order of two instructions matters.
+
+        The order matters if one instruction writes bytes that the other accesses, or if one instruction is fixed.
+        """
         if one in self.fixed_instructions or other in self.fixed_instructions:
             return True
         (read, written), (read_there, written_there) = (
@@ -211,7 +220,11 @@ class Dataflow:
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
     def find_finished_instructions(self, number: int) -> int | frozenset[int]:
-        """Return the instructions that have run when one fails, as `StepError.finished_instructions` states them."""
+        """Return the instructions that have finished before instruction `number`, for a failure of that instruction.
+
+        The result has the form of `StepError.finished_instructions`: a count if they are the first instructions of the
+        program, else the set of their numbers.
+        """
         done = frozenset(n for group in self._order[: self._position_by_instruction[number]] for n in group)
         return number if done == {*range(number)} else done
 
@@ -227,7 +240,7 @@ def _find_scratch_regions(scratch: Tensor | None) -> list[Region]:
 
 
 def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
-    """Require that a kernel may write `out` while it reads its operands. Raises `NoKernelError`.
+    """Require that a kernel may write `out` while it reads its operands. Raises `NoKernelError` otherwise.
 
     Args:
         out: The result.
@@ -246,7 +259,7 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
-    """Return whether both operands are the same elements in the same order."""
+    """Return whether two operands are the same elements in memory, in the same order."""
     has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
     return one.address == other.address and (has_equal_strides or dense)

@@ -1,4 +1,4 @@
-"""The readers of every result of a program, up to the instruction that overwrites its bytes."""
+"""The readers of every result of a program: instructions that read its bytes before these are overwritten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AccessedRegions = tuple[list[Region], list[Region]]
 
 
 class ReaderTable:
-    """The bound instructions of a program, and the readers of every result."""
+    """The bound instructions of a program, and the readers of the result of each instruction."""
 
     def __init__(
         self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
@@ -39,19 +39,19 @@ class ReaderTable:
         return self._accesses[number]
 
     def find_reader_instructions(self, number: int) -> list[BoundInstruction] | None:
-        """Return the instructions with the numbers of `find_readers`."""
+        """Return all instructions that read the first result of instruction `number`; None as `find_readers` does."""
         numbers = self.find_readers(number)
         return None if numbers is None else [self.bound_instruction(n) for n in numbers]
 
     def find_readers(self, number: int) -> list[int] | None:
-        """Return the numbers of all readers of the first result of an instruction, in order.
+        """Return the numbers of all instructions that read the first result of instruction `number`, ascending.
 
         Returns None if the result is read after the last instruction, lies in retained memory, or has gaps.
         """
         return self._readers_by_instruction.get(number)
 
     def list_writes(self, buffer: int) -> Sequence[tuple[int, Region]]:
-        """Return the regions that are written into a buffer, in order, each with the number of its instruction."""
+        """Return all writes into a buffer in program order, as (instruction number, written region)."""
         return self._writes_by_buffer.get(buffer, ())
 
     @cached_property
@@ -64,7 +64,7 @@ class ReaderTable:
 
     @cached_property
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
-        """Readers by instruction, found in one pass that tracks the producer of each byte."""
+        """The readers of each instruction, found in one pass that tracks the producer of each byte."""
         readers: dict[int, list[int]] = {}
         producers: dict[int, list[ProducedBytes]] = defaultdict(list)
         for number in range(len(self.program.instructions)):
@@ -84,14 +84,14 @@ class ReaderTable:
 
 
 ProducedBytes = tuple[int, int, int]
-"""Bytes [start, stop) and the number of the instruction that produced their contents.
+"""Bytes [start, stop) of a buffer, and the number of the instruction that produced their contents.
 
 The entries of a buffer are in order and do not overlap.
 """
 
 
 def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the entries that a region overlaps."""
+    """Return the slice of the sorted `producers` that overlap a region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
@@ -101,7 +101,10 @@ def _find_producers(region: Region, producers: Sequence[ProducedBytes]) -> list[
 
 
 def _record_write(region: Region, producers: list[ProducedBytes], maker: int | None) -> None:
-    """Update the entries of a buffer after a write; `maker` is None if the readers of the result are not tracked."""
+    """Record a write in the list of the producers of a buffer: replace the entries that the region overlaps.
+
+    `maker` is the number of the writing instruction, or None if the readers of its result are not tracked.
+    """
     start, end, within = region.low, region.high, _find_overlap_slice(region, producers)
     over = producers[within]
     before = [(low, start, old) for low, _, old in over[:1] if low < start]
@@ -110,7 +113,7 @@ def _record_write(region: Region, producers: list[ProducedBytes], maker: int | N
 
 
 def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -> ReaderTable:
-    """Build the reader table of a program; `operand` gives a tensor its address."""
+    """Build the reader table of a program; `operand` returns a tensor at its address."""
 
     def bind(number: int) -> BoundInstruction:
         i = program.instructions[number]

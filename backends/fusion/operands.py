@@ -1,4 +1,4 @@
-"""Operands of an instruction at their addresses, for backends that bind kernels of their own."""
+"""Operands of an instruction at their memory addresses, for backends that bind kernels of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..base import Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes [low, high) of one buffer: all of them, or `width` bytes in every `pitch`."""
+    """Bytes [low, high) of one buffer: all bytes, or the first `width` bytes of every `pitch` bytes."""
 
     buffer: int
     low: int
@@ -39,9 +39,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor at its address.
+    """A tensor at its memory address.
 
-    For a leaf, `declared_spec` and `stored_spec` are the specs of its whole buffer in the graph and in memory. `kind`
+    For a leaf, `declared_spec` and `stored_spec` are the specs of the whole buffer in the graph and in memory. `kind`
     is the kind of the buffer.
     """
 
@@ -70,40 +70,38 @@ class Operand:
 
     @property
     def has_packed_blocks(self) -> bool:
-        """Whether blocks have the packed layout of weights; blocks of old and new states lie row by row."""
+        """Whether the quantised blocks have the packed layout of weights; blocks of states lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
     @property
     def is_whole_buffer(self) -> bool:
-        """Whether this is its whole buffer and not a view of a part."""
+        """Whether the operand is a whole buffer, and not a view of a part."""
         t = self.tensor
         return (
             self.declared_spec is not None and t.shape == self.declared_spec.shape and t.offset == 0 and self.is_dense
         )
 
-    def is_aligned_to_rows(self, multiple: int, nbytes: int) -> bool:
-        """Return whether this is its whole buffer, or dense rows of a matrix from a multiple of `multiple` rows.
+    def is_aligned_to_rows(self, row_multiple: int, row_bytes: int) -> bool:
+        """Return whether the operand is a whole buffer, or dense rows from a multiple of `row_multiple` rows on.
 
-        Args:
-            multiple: Row count.
-            nbytes: Bytes of a row.
+        `row_bytes` are the bytes of one row.
         """
         t = self.tensor
         rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]
-        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
+        return self.is_whole_buffer or (rows and self.is_dense and t.offset % (row_multiple * row_bytes) == 0)
 
     @property
     def is_dense(self) -> bool:
-        """Whether elements follow each other in row-major order."""
+        """Whether the elements are contiguous in row-major order."""
         dense = contiguous_strides(self.shape)
         return 0 in self.shape or all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
 
     def is_dense_along(self, axis: int) -> bool:
-        """Return whether elements follow each other along an axis."""
+        """Return whether the elements along `axis` are contiguous."""
         return self.shape[axis] == 1 or self.strides[axis] == 1
 
     def slice_axis(self, axis: int, start: int, count: int) -> Operand:
-        """Return `count` entries of an axis from `start`."""
+        """Return the slice of `count` entries along `axis` from `start`, without a copy."""
         t = self.tensor
         skipped = t.dtype.bytes_of(start * t.strides[axis])
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
@@ -112,12 +110,12 @@ class Operand:
 
     @property
     def has_even_rows(self) -> bool:
-        """Whether all rows are dense and have the same distance."""
+        """Whether all rows are dense and have one constant row stride."""
         return self._find_row_stride_bytes() is not None
 
     @property
     def row_stride_bytes(self) -> int:
-        """Bytes from row to row of an operand for which `has_even_rows` holds."""
+        """Row stride in bytes, for an operand with a uniform row stride."""
         step = self._find_row_stride_bytes()
         assert step is not None
         return step
@@ -150,12 +148,12 @@ class Operand:
 
 
 class NoKernelError(BackendError):
-    """No kernel fits an instruction; the message states the reason, which is also the answer of `supports`."""
+    """No kernel fits an instruction; the message states the reason, which `supports` reports, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundInstruction:
-    """One instruction with its operands at their addresses."""
+    """One instruction with its operands and results at their memory addresses."""
 
     op: str
     src: tuple[Operand | None, ...]
@@ -169,7 +167,7 @@ class BoundInstruction:
         return self.dst[0]
 
     def operand(self, index: int) -> Operand:
-        """Return an operand that is always present."""
+        """Return operand number `index`, which must be present."""
         operand = self.src[index]
         assert operand is not None
         return operand
@@ -178,19 +176,19 @@ class BoundInstruction:
         return self.src[index] if index < len(self.src) else None
 
     def float_attribute_bits(self, name: str) -> int:
-        """Return an attribute as a word with the bits of a float32."""
+        """Return the float32 bits of a numeric attribute, as an argument word of a kernel."""
         value = self.attrs[name]
         assert isinstance(value, int | float)
         return float_bits(value)
 
 
 def float_bits(value: float) -> int:
-    """Return the word that `load_float_word` reads as `value`."""
+    """Return the bits of `value` as float32, as an argument word that kernels read by `load_argument_float`."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 def require_supported(condition: object, why: str) -> None:
-    """Raise `NoKernelError` unless the condition holds."""
+    """Raise `NoKernelError` with the reason `why` unless the condition holds."""
     if not condition:
         raise NoKernelError(why)
 

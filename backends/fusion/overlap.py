@@ -1,9 +1,9 @@
-"""Instructions that may overlap with a collective: later ones that do not conflict with its reads and writes.
+"""Overlap of instructions with collectives: later instructions that do not access the same bytes may run meanwhile.
 
 A collective begins at its place in the program, after all earlier instructions. A device that can overlap continues
-with the instructions after it. The device waits before the first instruction that reads or writes the results of the
-collective, or writes its operands. It also waits before the next collective and at the end of the run: at most one
-collective is in progress.
+with the instructions after the collective. The device waits before the first instruction that reads or writes the
+results of the collective, or writes its operands. The device also waits before the next collective and at the end of
+the run: at most one collective is in progress.
 
 The waits follow from the bytes that instructions access, and no plan states them. So no plan can be wrong here, and a
 device that waits at once runs the same program.
@@ -24,7 +24,7 @@ from .operands import Operand, Region
 def find_overlapped_instructions(
     program: Program, groups: Iterable[Sequence[int]] | None = None
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return, for each collective with overlapped instructions, their positions in the order of the run.
+    """Return, by the position of each collective, the positions of the instructions that may run during the collective.
 
     Args:
         program: The program of one device.
@@ -46,12 +46,15 @@ def find_overlapped_instructions(
 
 
 def can_be_overlapped(op: str) -> bool:
-    """Return whether instructions may overlap with that op: a collective of a whole device group."""
+    """Return whether other instructions may run during `op`: whether `op` is a collective of a whole device group."""
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
 def has_access_conflict(collective: AccessedRegions, other: AccessedRegions) -> bool:
-    """Return whether an instruction with the accesses `other` has to wait for a collective."""
+    """Return whether an instruction with the accesses `other` has to wait for a collective.
+
+    It has to wait if it reads or writes results of the collective, or writes operands of the collective.
+    """
     (read, written), (reads, writes) = collective, other
     return _has_overlap(written, [*reads, *writes]) or _has_overlap(read, writes)
 

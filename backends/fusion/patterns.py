@@ -1,17 +1,18 @@
-"""Fused patterns for which backends have kernels: their instructions, found by dataflow.
+"""Matching of fused patterns for which backends have kernels, by dataflow.
 
 - `ScaledNorm`: ``rms_norm``, ``mul``.
 - `NormedRope`: ``rms_norm``, ``mul``, ``rope`` or ``rope_multi``.
-- `GatedUnit`: one or two products, and their gated unit.
-- `ExpertRouting`: the op that turns scores into probabilities, perhaps ``add``, ``top_k``, ``get_rows``; perhaps the
-  sum of the chosen, ``clamp`` and ``div``; perhaps ``scale``.
-- `ExpertSum`: ``mul_mat_id``, and the ``mul_mat`` with shares that adds the results of the experts.
-- `ExpertSumWithShared`: the same, and ``add`` of another product, perhaps multiplied by a ``sigmoid``.
+- `GatedUnit`: one or two matrix products, and their gated unit.
+- `ExpertRouting`: the op that turns scores into probabilities, optionally ``add``, then ``top_k``, ``get_rows``.
+  Optionally the sum of the chosen, ``clamp`` and ``div`` follow; optionally ``scale``.
+- `ExpertSum`: ``mul_mat_id``, and the ``mul_mat`` with expert weights that adds the results of the experts.
+- `ExpertSumWithShared`: the same, and ``add`` of another product, optionally multiplied by a ``sigmoid``.
 - `SavedStateUpdate`: a save and the update of the state: ``get_rows``, ``set_rows``; or ``cont``, ``gated_delta_net``.
-- `ConvolutionPattern`: ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state.
+- `ShortConvolution`: ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state.
 
-Each function begins at one instruction and follows the readers and producers of values. It raises `NoKernelError` if an
-instruction outside reads a value that only the pattern may read. Backends check shapes, dtypes and layouts.
+A pattern is a tuple of instruction numbers. Each function begins at one instruction and follows the readers and
+producers of values. It raises `NoKernelError` if the pattern does not match, or if an instruction outside reads a value
+that only the pattern may read. Backends check shapes, dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ ROPE_OPS = ("rope", "rope_multi")
 
 
 class ScaledNorm(NamedTuple):
-    """``rms_norm(x) w``."""
+    """The instruction numbers of ``rms_norm(x) * w``."""
 
     norm: int
     factor: int
 
 
 def match_scaled_norm(flow: Dataflow, norm: int) -> ScaledNorm:
-    """Match the pattern that begins with a norm."""
+    """Match ``rms_norm(x) * w`` that begins with instruction `norm`."""
     return ScaledNorm(norm, flow.require_sole_reader(norm, "mul"))
 
 
 class NormedRope(NamedTuple):
-    """``rope(rms_norm(x) w)``."""
+    """The instruction numbers of ``rope(rms_norm(x) * w)``."""
 
     norm: int
     factor: int
@@ -46,7 +47,7 @@ class NormedRope(NamedTuple):
 
 
 def match_normed_rope(flow: Dataflow, norm: int) -> NormedRope:
-    """Match the pattern that begins with a norm."""
+    """Match ``rope(rms_norm(x) * w)`` that begins with instruction `norm`."""
     factor = flow.require_sole_reader(norm, "mul")
     rope = flow.require_readers(factor)[0]
     require_supported(
@@ -58,18 +59,21 @@ def match_normed_rope(flow: Dataflow, norm: int) -> NormedRope:
 
 
 class GatedUnit(NamedTuple):
-    """``unit(gate, up)`` of two products, or of two halves of one."""
+    """The instruction numbers of a gated unit ``unit(gate, up)`` and of its one or two matrix products.
+
+    One product computes both halves, or two products compute one operand each.
+    """
 
     products: tuple[int, ...]
     unit: int
 
 
 def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> GatedUnit:
-    """Match the gated unit of a product.
+    """Match the gated unit that reads the matrix product `product`.
 
     Args:
         flow: The dataflow.
-        product: The product.
+        product: Number of the product.
         units: Ops of the unit. The unit must be the only reader of the products.
     """
     unit = flow.require_readers(product)[0]
@@ -86,10 +90,10 @@ def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> Gat
 
 
 class ExpertRouting(NamedTuple):
-    """The choice of experts by their probabilities, and the shares of the chosen experts.
+    """The instruction numbers of expert routing: choice of experts by probability, and weights of the chosen experts.
 
-    A bias may be added for the choice. The shares are the probabilities of the chosen experts, perhaps divided by their
-    clamped sum, perhaps scaled.
+    A bias may be added for the choice. The expert weights are the probabilities of the chosen experts, optionally
+    divided by their clamped sum, optionally scaled.
     """
 
     gate: int
@@ -103,12 +107,12 @@ class ExpertRouting(NamedTuple):
 
     @property
     def instruction_numbers(self) -> list[int]:
-        """The instructions that are present; the last one computes the shares."""
+        """The instructions that are present; the last instruction computes the expert weights."""
         return [n for n in self if n is not None]
 
 
 def match_expert_routing(flow: Dataflow, gate: int) -> ExpertRouting:
-    """Match the pattern that begins with the op that computes probabilities."""
+    """Match expert routing that begins with instruction `gate`, which computes probabilities."""
     readers = {flow.bound_instruction(n).op: n for n in flow.require_readers(gate)}
     require_supported(
         len(flow.require_readers(gate)) == len(readers) == 2 and "get_rows" in readers, "it is read otherwise"
@@ -139,19 +143,19 @@ def match_expert_routing(flow: Dataflow, gate: int) -> ExpertRouting:
 
 
 class ExpertSum(NamedTuple):
-    """Products with the weights of the experts of a token, multiplied by their shares and added."""
+    """The instruction numbers of an expert sum: matrix products with the chosen experts, and their weighted sum."""
 
     product: int
     total: int
 
 
 def match_expert_sum(flow: Dataflow, product: int) -> ExpertSum:
-    """Match the pattern that begins with the products; the order in which the sum reads them is not checked."""
+    """Match an expert sum that begins with instruction `product`; the order in which the sum reads is not checked."""
     return ExpertSum(product, flow.require_sole_reader(product, "mul_mat"))
 
 
 class ExpertSumWithShared(NamedTuple):
-    """An expert sum plus the product of one more expert, which a sigmoid may multiply."""
+    """The instruction numbers of an expert sum plus the product of a shared expert, which a sigmoid may multiply."""
 
     product: int
     total: int
@@ -166,7 +170,7 @@ class ExpertSumWithShared(NamedTuple):
 
 
 def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithShared:
-    """Match the pattern that begins with the products of the chosen experts."""
+    """Match an expert sum with a shared expert that begins with the products of the chosen experts."""
     total = match_expert_sum(flow, product).total
     both = flow.require_readers(total)[0]
     index = 0 if flow.is_operand_of(total, both, 0) else 1
@@ -191,14 +195,14 @@ def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithS
 
 
 class SavedStateUpdate(NamedTuple):
-    """A state, or rows of it, that is saved and then updated."""
+    """The instruction numbers of the save of a state, or of some rows, and of the following update of the state."""
 
     save: int
     update: int
 
 
 def match_saved_state_update(flow: Dataflow, save: int, op: str) -> SavedStateUpdate:
-    """Match a save and the next write into the state, which must be `op`."""
+    """Match the save `save` of a state and the next write into the state, which must have the op `op`."""
     require_supported(save in flow.save_positions, "it saves nothing")
     writers = flow.list_state_writers(flow.bound_instruction(save).operand(0), save)
     require_supported(writers and flow.bound_instruction(writers[0]).op == op, f"the state is not changed by {op}")
@@ -206,10 +210,10 @@ def match_saved_state_update(flow: Dataflow, save: int, op: str) -> SavedStateUp
 
 
 class ConvolutionPattern(NamedTuple):
-    """The convolution before a delta rule.
+    """The instruction numbers of the short convolution before a delta rule.
 
-    It joins old and new rows, convolves and activates them, and normalises two slices of the columns. `state_update`
-    are the rows for the next step; `save` saves the old rows.
+    The pattern joins old and new rows, convolves and activates them, and normalises two slices of the columns.
+    `state_update` computes the rows for the next step. `save` saves the old rows.
     """
 
     concat: int
@@ -221,7 +225,10 @@ class ConvolutionPattern(NamedTuple):
 
 
 def match_short_convolution(flow: Dataflow, join: int) -> ConvolutionPattern:
-    """Match the pattern that begins with the concatenation; other instructions may read the activation."""
+    """Match a short convolution that begins with the concatenation `join`.
+
+    Other instructions may read the activation.
+    """
     readers = {flow.bound_instruction(n).op: n for n in flow.require_readers(join)}
     require_supported(
         len(flow.require_readers(join)) == 2 and readers.keys() == {"ssm_conv", "get_rows"}, "it is read otherwise"

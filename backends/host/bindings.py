@@ -1,7 +1,7 @@
-"""Binding of ops on the host: a binding is given arrays once and returns the calls that compute them.
+"""Binding of ops to NumPy arrays: a binding receives the arrays once and returns the calls that compute the op.
 
 A call is a function without arguments, mostly a `functools.partial` of a ufunc with ``out=``. So a run is a flat list
-of calls and allocates nothing. Temporaries come from the scratch that the memory planner placed.
+of calls and allocates no memory. Temporaries come from the scratch memory that the memory planner placed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
 
 @dataclass(slots=True)
 class HostInstruction:
-    """The arrays of one instruction, and its float32 scratch, which is handed out in slices."""
+    """The NumPy arrays of one instruction, its attributes, and its float32 scratch memory, which is taken in slices."""
 
     src: list[Array | None]
     dst: list[Array]
@@ -47,7 +47,7 @@ class HostInstruction:
         return self.dst[0]
 
     def operand(self, index: int) -> Array:
-        """Return an operand that is always present."""
+        """Return operand number `index`, which must be present."""
         array = self.src[index]
         assert array is not None
         return array
@@ -61,7 +61,7 @@ class HostInstruction:
         return value
 
     def take_scratch(self, *shape: int) -> Float32Array:
-        """Return the next unused slice of scratch, with that shape."""
+        """Return the next unused slice of the float32 scratch memory, with the given shape."""
         n = math.prod(shape)
         view = self.scratch[self._used_scratch : self._used_scratch + n].reshape(shape)
         self._used_scratch += n
@@ -70,16 +70,16 @@ class HostInstruction:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The binding of an op: `bind` returns the calls, `scratch` the float32 elements of scratch for a node."""
+    """The NumPy kernel of an op: `bind` returns the calls, `scratch` the float32 elements of scratch for a node."""
 
     bind: Callable[[HostInstruction], Calls]
     scratch: Callable[[Node], int]
 
 
 def make_reference_binding(op: Op[Any]) -> Binding:
-    """Return a binding that runs the reference of an op in float32.
+    """Make a binding that runs the reference function of an op in float32.
 
-    It is right for every op but allocates, so it is for ops that take little time.
+    The binding is right for every op, but it allocates. It serves ops that take little time.
     """
 
     def bind(call: HostInstruction) -> Calls:
@@ -97,7 +97,7 @@ def no_scratch(node: Node) -> int:
 
 
 def count_result_elements(node: Node) -> int:
-    """Return the number of elements of the first result, as scratch."""
+    """Return the number of elements of the first result of a node, as a scratch size."""
     return node.specs[0].size
 
 
@@ -110,7 +110,7 @@ def without_scratch(bind: Callable[[HostInstruction], Calls]) -> Binding:
 
 
 class Replay:
-    """A program ready to run: its calls, in order."""
+    """A compiled program of the NumPy backend: its calls, in order."""
 
     def __init__(self, program: Program, on: Device, calls: NumberedCalls) -> None:
         self.program, self.on, self.calls = program, on, calls
@@ -123,11 +123,11 @@ class Replay:
             run_calls(self.program, self.on, calls)
 
     def kernels(self) -> list[str]:
-        """Return the ops that a run computes, in order."""
+        """Return the names of the ops that a run computes, in order."""
         return [self.program.instructions[number].op for number in dict.fromkeys(n for n, _ in self.calls)]
 
     def run_timed(self) -> Iterator[TimedKernel]:
-        """Run once and return when each op was computed."""
+        """Run the program once and return the start and end time of each op."""
         times: list[tuple[int, float, float]] = []
 
         def run_and_time(number: int, call: Callable[[], object]) -> None:

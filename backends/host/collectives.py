@@ -1,6 +1,6 @@
 """Collectives through host memory, by the `Comm` with which the program was compiled.
 
-All backends of this machine use them, and backends with devices that have no transport of their own.
+All backends in host memory use these bindings, and backends with devices that have no transport of their own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def bind_all_to_all(call: HostInstruction) -> Calls:
 
 
 def compute_gather_indices(attrs: Attrs) -> list[Pairs]:
-    """Return, for each device, pairs (index into the result, index into the source of the device)."""
+    """Return pairs for an all-gather by device: (index into the result, index into the source of the device)."""
     axis = as_integer(attrs["axis"])
     return [
         [(_make_index({axis: (offset, n)}), _make_index({axis: (start, n)})) for start, offset, n in _locate_runs(runs)]
@@ -67,7 +67,7 @@ def compute_gather_indices(attrs: Attrs) -> list[Pairs]:
 
 
 def compute_scatter_indices(attrs: Attrs) -> Pairs:
-    """Return pairs (index into the result, index into the source of any device)."""
+    """Return pairs for a reduce-scatter: (index into the result, index into the source of any device)."""
     axis = as_integer(attrs["axis"])
     return [
         (_make_index({axis: (start, n)}), _make_index({axis: (offset, n)}))
@@ -76,12 +76,15 @@ def compute_scatter_indices(attrs: Attrs) -> Pairs:
 
 
 def compute_exchange_indices(attrs: Attrs) -> list[Pairs]:
-    """Return, for each device, pairs (index into the own new shard, index into the old shard of the device)."""
+    """Return pairs for an all-to-all by device: (index into the own new shard, index into the old shard of device)."""
     return [list(_list_exchange_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
 
 
 def _list_exchange_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
-    """Yield pairs (index into the own new shard, index into the other shard) for the old ranges `theirs`."""
+    """Yield the pairs of an all-to-all for one device with the old index ranges `theirs`.
+
+    A pair is (index into the own new shard, index into the old shard of that device).
+    """
     old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
     for start, offset, n in _locate_runs(own_index_ranges(attrs)):
         for their_start, their_offset, their_n in _locate_runs(theirs):
@@ -106,7 +109,7 @@ def _locate_runs(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, 
 
 
 def _make_index(ranges: Mapping[int, tuple[int, int]]) -> Index:
-    """Return the index that selects (start, length) along some axes and everything along the others."""
+    """Make a tuple of slices that selects (start, length) along some axes and all entries along the other axes."""
     index = [slice(None)] * (max(ranges) + 1)
     for axis, (start, n) in ranges.items():
         index[axis] = slice(start, start + n)

@@ -1,4 +1,4 @@
-"""Shared parts of all backends in host memory: buffers are byte arrays, views are NumPy arrays."""
+"""Shared base of all backends in host memory: buffers are byte arrays, views are NumPy arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NumPy asks for large pages for large arrays. With small pages weights are read 7
 
 
 class HostBackend(ABC):
-    """A backend with devices on this machine; any number of virtual devices exist."""
+    """Base class of backends with buffers in host memory; any number of virtual devices exist."""
 
     name: str
     _chunk_tail: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
@@ -46,7 +46,7 @@ class HostBackend(ABC):
 
     @abstractmethod
     def storage_spec(self, spec: Spec, kind: str = "value") -> Spec:
-        """Return the shape and dtype in which a value is stored."""
+        """Return the shape and dtype in which the backend stores a value."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
@@ -73,7 +73,10 @@ class HostBackend(ABC):
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def as_buffer(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of `data` if they are dense, aligned and equal to the stored form of a weight, else None."""
+        """Return the bytes of `data` as a buffer without a copy, or None if the backend needs another form.
+
+        `data` must be dense, aligned and equal to the stored form of a weight.
+        """
         fits = self.storage_spec(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
         if not fits or data.ctypes.data % ALIGNMENT or not data.flags.c_contiguous:
             return None
@@ -87,7 +90,7 @@ def _allocate_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _read_physical_memory_bytes() -> int | None:
-    """Return the bytes of memory of this machine; None if the system does not report them."""
+    """Return the bytes of physical memory of this machine; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Attention, head by head, so that scratch is one matrix of scores; and its mask."""
+"""NumPy kernels of attention, head by head so that scratch is one matrix of scores, and of the causal mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .norms import softmax_calls
 
 
 def bind_causal_mask(call: HostInstruction) -> Calls:
-    """Bind the causal mask: distances are float32 (exact below 2^24), and the only temporary is one boolean matrix."""
+    """Bind the causal mask to its arrays: 0 for visible positions and -inf for later or too old positions.
+
+    Distances are float32, which is exact below 2^24. The only temporary is one boolean matrix.
+    """
     pos, out = call.operand(0), call.out
     cells, window = int(call.number_attribute("cells")), int(call.number_attribute("window"))
     column = np.arange(cells, dtype=np.int32)
@@ -35,7 +38,10 @@ def bind_causal_mask(call: HostInstruction) -> Calls:
 
 
 def bind_attention(call: HostInstruction) -> Calls:
-    """Bind attention; sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads."""
+    """Bind attention to its arrays, head by head.
+
+    Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads.
+    """
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
     mask, sinks, out = call.optional_operand(3), call.optional_operand(4), call.out
     tokens, heads = q.shape[-3], q.shape[-2]
@@ -72,7 +78,10 @@ def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
 
 
 def _slice_mask(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """Return the mask of one leading index and head; the leading axes of the mask repeat."""
+    """Select the mask matrix of one leading index and head; leading axes of the mask repeat.
+
+    `leading` is the shape of the leading axes with the heads.
+    """
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]
     return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]

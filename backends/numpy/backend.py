@@ -1,6 +1,6 @@
-"""The processor in plain NumPy: exact float32 arithmetic, with kernels that are bound to their arrays once.
+"""The NumPy backend: exact float32 arithmetic on the processor, with kernels that are bound to their arrays once.
 
-Values of a narrower dtype are stored as float32, and quantised weights are expanded when they are loaded. So results
+Values of a narrower dtype are stored as float32, and quantised weights are dequantised when they are loaded. So results
 are at least as exact as declared. Only `cast` rounds.
 """
 
@@ -23,7 +23,7 @@ from ..host.host_backend import HostBackend
 
 
 class NumpyBackend(HostBackend):
-    """Runs on the processor of this machine as ``numpy:0`` and any number of virtual devices."""
+    """The NumPy backend, with device ``numpy:0`` and any number of virtual devices on the processor of this machine."""
 
     name = "numpy"
 
@@ -61,7 +61,7 @@ class NumpyBackend(HostBackend):
     def bind_instruction(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
     ) -> list[Callable[[], object]]:
-        """Return the calls that compute one instruction.
+        """Bind one instruction to its arrays, and return the calls that compute it.
 
         Args:
             i: The instruction.

@@ -1,4 +1,4 @@
-"""Elementwise kernels: one or a few ufuncs each."""
+"""NumPy kernels of elementwise ops: one or a few ufuncs each."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 
-def count_elements_of_results(count: int, node: Node) -> int:
-    """Return the elements of `count` times the first result, as scratch."""
-    return count * node.specs[0].size
+def count_elements_of_results(factor: int, node: Node) -> int:
+    """Return `factor` times the number of elements of the first result of a node, as a scratch size."""
+    return factor * node.specs[0].size
 
 
-def as_broadcast_views(b: Array, *whole: Array) -> list[Array]:
-    """Return views of `b` and of the `whole` arrays that broadcast against each other; `b` repeats within `whole`."""
+def as_broadcast_views(tile: Array, *arrays: Array) -> list[Array]:
+    """Return views of `tile` and of larger arrays that broadcast together, with `tile` repeated along each axis.
+
+    An axis of size m and an axis of `tile` of size n become two axes, ``m // n`` and ``n``, unless n is 1 or m. All
+    `arrays` have the same shape.
+    """
     shape: list[int] = []
     small: list[int] = []
-    padded = (1,) * (whole[0].ndim - b.ndim) + b.shape
-    for n, m in zip(padded, whole[0].shape, strict=True):
+    padded = (1,) * (arrays[0].ndim - tile.ndim) + tile.shape
+    for n, m in zip(padded, arrays[0].shape, strict=True):
         split = n not in (1, m)  # index modulo n: an axis of m // n tiles, and one within the tile
         shape += [m // n, n] if split else [m]
         small += [1, n] if split else [n]
-    return [b.reshape(small, copy=False), *(w.reshape(shape, copy=False) for w in whole)]
+    return [tile.reshape(small, copy=False), *(w.reshape(shape, copy=False) for w in arrays)]
 
 
 def bind_binary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
@@ -43,7 +47,7 @@ SIGN_BIT, MAGNITUDE_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 def bind_maximum(call: HostInstruction) -> Calls:
-    """Bind the maximum; a result is negative or -0 only if both operands have a sign."""
+    """Bind the elementwise maximum with exact zeros: a result has a sign bit only if both operands have one."""
     b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
@@ -54,7 +58,7 @@ def bind_maximum(call: HostInstruction) -> Calls:
 
 
 def bind_minimum(call: HostInstruction) -> Calls:
-    """Bind the minimum; a result is negative or -0 if one of the operands has a sign."""
+    """Bind the elementwise minimum with exact zeros: a result has a sign bit if either operand has one."""
     b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_or, a, b, out=either),
@@ -65,7 +69,10 @@ def bind_minimum(call: HostInstruction) -> Calls:
 
 
 def _choice_operands(call: HostInstruction) -> list[Array]:
-    """Return `b`, `a`, the result and scratch, as `as_broadcast_views` splits them."""
+    """Return the views of `b`, `a`, the result and scratch for the minimum or maximum of two operands.
+
+    The views broadcast together, and `b` may repeat within `a`.
+    """
     return as_broadcast_views(call.operand(1), call.operand(0), call.out, call.take_scratch(*call.out.shape))
 
 
@@ -76,7 +83,7 @@ def bind_compare(call: HostInstruction) -> Calls:
 
 
 def bind_where(call: HostInstruction) -> Calls:
-    """Bind the choice: copy `b`, then `a` where the condition holds."""
+    """Bind the elementwise selection: copy `b`, then copy `a` where the condition is not 0."""
     truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
     condition = np.empty(truth.shape, bool)
     first, wide, chosen = as_broadcast_views(a, out, condition)
@@ -93,7 +100,10 @@ def bind_unary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
 
 
 def sigmoid_calls(x: Array, out: Array) -> Calls:
-    """Return calls for ``1 / (1 + exp(-x))``; for very negative x, exp overflows to inf, which gives the right 0."""
+    """Make the calls for the sigmoid ``1 / (1 + exp(-x))``.
+
+    For very negative x, ``exp(-x)`` overflows to inf, and the result is the right 0.
+    """
     return [
         partial(np.negative, x, out=out),
         partial(np.exp, out, out=out),
@@ -132,7 +142,10 @@ def bind_relu(call: HostInstruction) -> Calls:
 
 
 def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
-    """Return calls for ``x / (1 + exp(-2 u))`` with scratch `inner`; `out` is written last, so it may be `x`."""
+    """Make the calls for the tanh approximation of GELU, ``x / (1 + exp(-2 u))``, with scratch `inner`.
+
+    ``u`` is ``sqrt(2 / pi) (x + 0.044715 x**3)``. `out` is written last, so it may be `x`.
+    """
     return [
         partial(np.multiply, x, x, out=inner),
         partial(np.multiply, inner, np.float32(0.044715), out=inner),
@@ -158,9 +171,9 @@ ERFC_COEFFICIENTS = (
 
 
 def gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
-    """Return calls for ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
+    """Make the calls for exact GELU: ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
 
-    `out` is written last. The calls take three results of scratch.
+    `out` is written last. The calls take scratch of three times the size of the result.
     """
     x = call.operand(0)
     size, t, tail = (call.take_scratch(*call.out.shape) for _ in range(3))
@@ -202,7 +215,10 @@ def bind_geglu_erf(call: HostInstruction) -> Calls:
 
 
 def bind_clamped_swiglu(shift: float, call: HostInstruction) -> Calls:
-    """Bind ``g / (1 + exp(-alpha g)) * (clip(up) + shift)``; g is the gate, clamped from above."""
+    """Bind SwiGLU with clamped operands: ``g / (1 + exp(-alpha g)) * (clip(up) + shift)``.
+
+    `g` is the gate, clamped from above.
+    """
     gate, up = call.operand(0), call.operand(1)
     limit = np.float32(call.number_attribute("limit"))
     alpha = call.number_attribute("alpha") if "alpha" in call.attrs else 1.0

@@ -1,4 +1,4 @@
-"""Causal convolution and the gated delta net, token by token."""
+"""NumPy kernels of causal convolution and of the gated delta net, token by token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def bind_ssm_conv(call: HostInstruction) -> Calls:
 
 
 def bind_gated_delta_net(call: HostInstruction) -> Calls:
-    """Bind the delta rule: five small array operations per token on the whole state [..., heads, value, key]."""
+    """Bind the gated delta rule to its arrays, token by token.
+
+    Each token needs a few array operations on the whole state [..., heads, value, key].
+    """
     q, v, g = call.operand(0), call.operand(2), call.operand(3)
     keep = _StateSnapshots(call, tokens=v.shape[-3])
     tiled, key_heads = call.attrs["heads"] == "tiled", q.shape[-2]
@@ -53,7 +56,7 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _TokenBuffers:
-    """The state and the temporaries of one token; all but `decay` have the head axis split by key head."""
+    """The running state and the temporaries of one token; all except `decay` have a head axis split by key head."""
 
     running_state: Array
     decay: Array
@@ -86,8 +89,8 @@ def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBu
 class _StateSnapshots:
     """The running state of a recurrence: its memory, its initial contents and its snapshots.
 
-    Without a pool of states it lies in the result, so nothing is copied. With a pool it lies in scratch, because one
-    sequence may read a row that another sequence writes.
+    Without a pool of states the running state lies in the result, so no copy is needed. With a pool the running state
+    lies in scratch, because one sequence may read a row that another sequence writes.
     """
 
     def __init__(self, call: HostInstruction, tokens: int) -> None:
@@ -117,7 +120,10 @@ class _StateSnapshots:
         return [*calls, *(self._bind_save(0) if not self.tokens else ())]
 
     def bind_snapshot_calls(self, t: int) -> Calls:
-        """Return the calls that save the state after token `t`."""
+        """Return the calls that save a snapshot of the running state after token `t`.
+
+        The list is empty for a token without snapshot.
+        """
         back = self.tokens - 1 - t
         return self._bind_save(back) if back < self.snapshots else []
 
@@ -130,12 +136,18 @@ class _StateSnapshots:
 
 
 def _gather_states(pool: Array, slots: Array, out: Array) -> None:
-    """Gather the states of `slots`; ``take`` writes into `out` without a buffer only in mode "clip"."""
+    """Gather the states of `slots` from the pool into `out`.
+
+    ``take`` writes into `out` without a temporary only in mode "clip".
+    """
     np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
 def _split_heads(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
-    """Split the head axis of `x` by key head: [r, h] if tiled, [h, r] if interleaved."""
+    """Return a view of `x` with the head axis split by key head: [r, h] if tiled, [h, r] if interleaved.
+
+    `trailing` is the number of axes after the head axis.
+    """
     axis = x.ndim - trailing - 1
     repeat = x.shape[axis] // key_heads if key_heads else 1
     pair = (repeat, key_heads) if tiled else (key_heads, repeat)
@@ -143,14 +155,14 @@ def _split_heads(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
 
 
 def _expand_key_heads(x: Array, tiled: bool) -> Array:
-    """Return keys [..., h, d] with an axis of size 1 that broadcasts over the repeats of split values."""
+    """Return keys [..., h, d] with an axis of size 1 that broadcasts over the value heads of each key head."""
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
 def bind_float64_reference(op: Op[Any]) -> Binding:
-    """Return a binding that runs the reference of an op in float64, for recurrences with sums that may cancel.
+    """Make a binding that runs the reference function of an op in float64, for recurrences with sums that may cancel.
 
-    It allocates, so it is for ops that take little time.
+    The binding allocates, so it serves ops that take little time.
     """
 
     def bind(call: HostInstruction) -> Calls:

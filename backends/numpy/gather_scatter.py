@@ -1,4 +1,4 @@
-"""Data movement: gather, scatter, concatenate, repeat."""
+"""NumPy kernels of data movement: gather, scatter, concatenate, repeat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .elementwise import as_broadcast_views
 
 
 def bind_get_rows(call: HostInstruction) -> Calls:
-    """Bind the gather of rows; ids are checked first, because ``take`` writes without a buffer only in mode "clip"."""
+    """Bind the gather of table rows by ids, after a check of the ids.
+
+    The check comes first, because ``take`` writes without a temporary only in mode "clip".
+    """
     table, ids, out = call.operand(0), call.operand(1), call.out
     calls: Calls = [partial(_check_ids, ids, table.shape[-2])]
     for i in np.ndindex(table.shape[:-2]):

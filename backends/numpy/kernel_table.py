@@ -1,4 +1,4 @@
-"""All kernels of the backend by op; ops without a kernel run their reference."""
+"""The kernel table of the NumPy backend by op; ops without a kernel run their reference function."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BUILTIN_KERNELS: Mapping[str, Binding] = merge_tables(
 
 @cache
 def find_binding(op: str) -> Binding:
-    """Return the binding of an op: a kernel of this package, one that the op provides, or its reference."""
+    """Return the binding of an op: a kernel of this package, a kernel from the package of the op, or its reference."""
     return BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_reference_binding(REGISTRY[op])
 
 
 def locate_op_source(op: str) -> SourceLocation:
-    """Return the location of the function that computes an op."""
+    """Return the source location of the Python function that computes an op in the NumPy backend."""
     own = BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy")
     return locate_source(own.bind if own else REGISTRY[op].reference)

@@ -1,4 +1,4 @@
-"""Matrix products by BLAS."""
+"""NumPy kernels of matrix products, by BLAS."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
 MAX_WIDENED_ENTRIES = 1 << 22
 """Maximum entries of a matrix that are converted to float64 at a time."""
 EXPERT_BLOCK_ROWS = 256
-"""Maximum rows that one expert takes at a time, so that scratch does not grow with the batch."""
+"""Maximum rows that one expert multiplies at a time, so that scratch does not grow with the batch."""
 
 
 def bind_mul_mat(call: HostInstruction) -> Calls:
-    """Bind ``x @ w.T``; each leading entry of `w` serves a run of adjacent entries of `x`.
+    """Bind the matrix product ``x @ w.T``; each leading entry of `w` serves a run of adjacent entries of `x`.
 
-    Terms are summed in float64 and rounded once, so results hardly depend on how devices share the terms.
+    Terms are summed in float64 and rounded once, so results hardly depend on the distribution of the terms over
+    devices.
     """
     w, x, out = call.operand(0), call.operand(1), call.out
     if w.ndim == 2 and x.ndim > 2:  # one matrix for all rows: one large product instead of many
@@ -41,13 +42,13 @@ def bind_mul_mat(call: HostInstruction) -> Calls:
 
 
 def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
-    """Compute ``x @ w.T`` with sums in float64."""
+    """Compute the matrix product ``x @ w.T`` with sums in float64, and write it to `out`."""
     wide = np.matmul(x.astype(np.float64), np.swapaxes(w.astype(np.float64), -1, -2))
     np.copyto(out, wide, casting="same_kind")
 
 
 def bind_mul_mat_id(call: HostInstruction) -> Calls:
-    """Bind the product with experts; the result is zero where the expert is on another device.
+    """Bind the matrix products of tokens with their experts; the result is 0 if the expert is on another device.
 
     The rows of each used expert are gathered, multiplied at once and scattered.
     """
@@ -70,7 +71,10 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
 
 
 def _as_matrix(x: Array) -> tuple[Array, Calls]:
-    """Return `x` as a matrix; if its strides do not allow a view, a copy and the calls that renew it."""
+    """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
+
+    There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.
+    """
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []
     dense = np.empty(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Norms over the last axis, and softmax."""
+"""NumPy kernels of norms over the last axis, and of softmax."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def bind_l2_norm(call: HostInstruction) -> Calls:
 
 
 def softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
-    """Return calls for an in-place softmax over the last axis.
+    """Make the calls for an in-place softmax over the last axis.
+
+    A row of -inf gives zeros: its maximum is replaced by the lowest finite number.
 
     Args:
         scores: The scores, which become the result.
         top: Scratch of one element per row.
         total: Scratch of one element per row.
         sinks: Attention sinks, or None.
-
-    A row of -inf gives zeros: its maximum is replaced by the lowest finite number.
     """
     lowest = np.float32(np.finfo(np.float32).min)
     calls: Calls = [
@@ -112,7 +112,7 @@ def bind_softmax(call: HostInstruction) -> Calls:
 
 
 def split_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
-    """Return views of ``scores[..., heads, t, s]`` with one ALiBi slope each."""
+    """Split ``scores[..., heads, t, s]`` into views that have one ALiBi slope each, with their slopes."""
     if (slopes == slopes[:1]).all():
         return [(scores, slopes[0])] if len(slopes) else []
     return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]

@@ -1,4 +1,4 @@
-"""Sums over rows or over all elements, in one pass each."""
+"""NumPy kernels of sums over rows or over all elements, in one pass each."""
 
 from __future__ import annotations
 

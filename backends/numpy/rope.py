@@ -1,4 +1,4 @@
-"""Rotary position embedding: the few angles are computed in float64, the rotation in float32."""
+"""NumPy kernel of rotary position embedding: angles are computed in float64, the rotation in float32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compilation of kernels written in Python: Numba and LLVM make machine code once per machine, and a file caches it.
+"""Compilation of kernels written in Python: Numba and LLVM generate machine code once per machine, and files cache it.
 
-A warm start imports neither Numba nor, on x86-64, LLVM. The name of a file is a hash of all kernel sources, the
-processor and the versions of the compilers, so no stale code is run.
+A warm start imports neither Numba nor, on x86-64, LLVM. The name of a cache file is a hash of all kernel sources, the
+processor and the versions of the compilers, so stale code never runs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Subroutine:
-    """A function that kernels call; the compiler inlines it."""
+    """A Python function that kernels call in compiled code; the compiler inlines it."""
 
     body: KernelBody
 
@@ -51,10 +51,10 @@ class Subroutine:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function ``body(arguments, thread, threads) -> status`` that runs on every thread of a device.
+    """A Python function ``body(arguments, thread, threads) -> status`` that is compiled and runs on all threads.
 
-    Each thread does its part of the work. `arguments` is the address of a block of 64-bit words. The status is 0 unless
-    the run has to stop. Kernels with equal names are the same kernel.
+    Each thread of a device does its part of the work. `arguments` is the address of a block of 64-bit words. The status
+    is 0 unless the run has to stop. Kernels with equal names are the same kernel.
     """
 
     name: str
@@ -79,7 +79,7 @@ _compile_lock = threading.RLock()
 
 @call_once
 def _load_kernel(definition: Kernel) -> tuple[int, object]:
-    """Return the address of a kernel, compiled if it is not cached, and an object that keeps its code alive."""
+    """Load a kernel and return its address and an object that keeps its code alive; compile it if it is not cached."""
     with _compile_lock:
         code = _read_cached_code(definition)
         if code is None and definition.body is _named_kernel_placeholder:
@@ -88,11 +88,11 @@ def _load_kernel(definition: Kernel) -> tuple[int, object]:
 
 
 def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
-    """Return the address of a kernel, and an object that keeps its code alive.
+    """Load object code, and return the address of the kernel and an object that keeps the code alive.
 
-    If LLVM loads the code, each kernel has its own engine, because LLVM mixes up the offset tables of several objects
-    in one engine. The module of a new engine is removed again: to compile even an empty one takes ten times as long as
-    the rest.
+    If LLVM loads the code, each kernel has an execution engine of its own. LLVM mixes up the offset tables of several
+    objects in one engine. The module of a new engine is removed: compilation of an empty module takes ten times as long
+    as all other work.
     """
     if object_loader.is_loadable(code):
         return object_loader.load_function(code, _symbol_name(definition)), None
@@ -108,7 +108,7 @@ def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
 
 
 def compile_missing(kernels: Iterable[Kernel]) -> None:
-    """Compile the kernels that are not cached, after logging their number."""
+    """Compile the kernels that are not cached, after logging how many there are."""
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
         log.info(MISSING_KERNELS_MESSAGE, len(missing))
@@ -117,7 +117,7 @@ def compile_missing(kernels: Iterable[Kernel]) -> None:
 
 
 def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
-    """Return the addresses of kernels of this package by name; None if the code of one is not cached."""
+    """Return the addresses of kernels of this package by name; None if the code of any kernel is not cached."""
     try:
         return {name: Kernel(name, _named_kernel_placeholder).address for name in names}
     except LookupError:
@@ -125,7 +125,7 @@ def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
 
 
 def _named_kernel_placeholder(a: int, thread: int, threads: int) -> int:
-    """Stand for the body of a cached kernel that is only known by its name."""
+    """Stand for the unknown body of a cached kernel; compilation of this placeholder raises an error."""
     raise LookupError("it is never compiled")
 
 
@@ -134,7 +134,10 @@ def _symbol_name(definition: Kernel) -> str:
 
 
 def _make_target_machine() -> llvm.TargetMachine:
-    """Make a target machine; each engine needs a new one, because it disposes of it."""
+    """Make an LLVM target machine for the compile target.
+
+    Each engine needs a new target machine, because the engine disposes of it.
+    """
     import llvmlite.binding as llvm
 
     target = target_cpu.find_compile_target()
@@ -159,16 +162,16 @@ def _initialise(triple: str) -> None:
 # ------------------------------------------------------------------------------------------------- stored code
 
 
-PRECOMPILED_FOLDER = Path(__file__).parents[1] / "compiled"
-"""Kernels that came with the package or were compiled at installation: one folder for each target."""
+PRECOMPILED_FOLDER = Path(__file__).parent / "compiled"
+"""Folder of kernels that came with the package or were compiled at installation, with one folder for each target."""
 
 
 @cache
 def _digest_kernel_sources() -> bytes:
-    """Return the digest of the sources of all kernels and of the compiler."""
-    cpu = Path(__file__).parents[1]
-    folders = ("compilation", "kernels", "simd", "steps")
-    sources = sorted([cpu / "target_cpu.py", *(path for folder in folders for path in (cpu / folder).rglob("*.py"))])
+    """Return the digest of the source files of all kernels and of the kernel compiler."""
+    here = Path(__file__)
+    folders = ("simd", "kernels")
+    sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).rglob("*.py"))])
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
@@ -176,7 +179,10 @@ def _digest_kernel_sources() -> bytes:
 
 
 def _find_numba_version() -> str:
-    """Return the version from the name of Numba's metadata folder; importing Numba or package metadata takes longer."""
+    """Return the version of Numba from the name of its metadata folder.
+
+    An import of Numba or of package metadata takes longer.
+    """
     spec = find_spec("numba")
     beside = sorted(Path(spec.origin).parents[1].glob("numba-*.dist-info")) if spec and spec.origin else []
     if len(beside) == 1:
@@ -187,19 +193,19 @@ def _find_numba_version() -> str:
 
 
 def compute_source_digest() -> bytes:
-    """Return a digest of everything that affects the code of kernels and their argument words."""
+    """Return a digest of everything that affects kernel code and argument words: sources, target and compilers."""
     return _digest_kernel_sources() + _compiler_fingerprint()
 
 
 @cache
 def _compiler_fingerprint() -> bytes:
-    """Return everything outside the sources that affects the code of kernels compiled here."""
+    """Return the target, platform and compiler versions as bytes: all inputs of kernel code except the sources."""
     where = (target_cpu.find_compile_target(), target_cpu.find_tile_support(), sys.platform)
     return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
 
 
 def _cache_file(definition: Kernel) -> Path | None:
-    """Return the cache file of a kernel; None for a kernel without a source file."""
+    """Return the cache file of the compiled kernel; None for a kernel without a source file."""
     assert isinstance(definition.body, FunctionType)
     try:
         outside = b"" if _is_builtin(definition.body) else _read_foreign_source(definition.body.__code__.co_filename)
@@ -218,12 +224,12 @@ def _is_builtin(body: KernelBody) -> bool:
 
 @cache
 def _read_foreign_source(file: str) -> bytes:
-    """Return the source file of a kernel of another package; changes in files that it imports are not seen."""
+    """Read the source file of a kernel of another package; changes in files that it imports stay unnoticed."""
     return Path(file).read_bytes()
 
 
 def _candidate_files(definition: Kernel) -> Iterator[Path]:
-    """Yield the files that may have code of a kernel for this processor, the best first."""
+    """Yield the files that may hold compiled code of a kernel for this processor, the best file first."""
     shipped = (
         [
             PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)
@@ -239,7 +245,7 @@ def _candidate_files(definition: Kernel) -> Iterator[Path]:
 
 
 def _read_cached_code(definition: Kernel) -> bytes | None:
-    """Return the code that came with the package or that an earlier process cached; else None."""
+    """Read the code of a kernel that came with the package or that an earlier process cached, or return None."""
     return next((code for file in _candidate_files(definition) if (code := read_cached(file)) is not None), None)
 
 
@@ -248,7 +254,7 @@ def _is_cached(definition: Kernel) -> bool:
 
 
 def precompile_kernels(kernels: Iterable[Kernel]) -> int:
-    """Compile kernels for the target into the package, and return their number."""
+    """Compile kernels for the compile target into the package folder, and return the number of distinct kernels."""
     folder, unique_kernels = PRECOMPILED_FOLDER / target_cpu.find_compile_target().name, [*dict.fromkeys(kernels)]
     for one in unique_kernels:
         if read_cached(folder / _cache_file_name(one)) is None:
@@ -265,7 +271,7 @@ SUBROUTINE_OPTIONS = {**NUMBA_OPTIONS, "forceinline": True, "no_cpython_wrapper"
 
 
 def _compile_and_cache(definition: Kernel) -> bytes:
-    """Compile a kernel and cache its code for later processes."""
+    """Compile a kernel to object code, and cache the code for later processes."""
     with log_compilation(definition.name):
         code = _emit_object_code(definition)
         if file := _cache_file(definition):
@@ -274,13 +280,13 @@ def _compile_and_cache(definition: Kernel) -> bytes:
 
 
 def _emit_object_code(definition: Kernel) -> bytes:
-    """Return object code for the target, with one symbol of this package."""
+    """Compile a kernel to object code for the target, with one symbol of this package."""
     module, machine = _translate_to_llvm(definition)
     return bytes(machine.emit_object(module))
 
 
 def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    """Return the LLVM module that Numba makes of a kernel, and the machine for which LLVM compiles it."""
+    """Translate a kernel to an LLVM module by Numba, and return the module and the LLVM target machine for it."""
     import llvmlite.binding as llvm
     from numba import cfunc
 
@@ -304,7 +310,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
 
 
 def _resolve_names(body: KernelBody) -> KernelBody:
-    """Return `body` with its names for intrinsics and subroutines bound to Numba's objects."""
+    """Return `body` with its global names and closure cells bound to Numba objects for intrinsics and subroutines."""
     assert isinstance(body, FunctionType)
     names = {**body.__globals__}
     for name in body.__code__.co_names:
@@ -332,7 +338,7 @@ def _to_numba(thing: Any) -> Any:
 
 @cache
 def _make_numba_type(name: str) -> Any:
-    """Return Numba's type for a type name; vectors and tuples of vectors are types of our own."""
+    """Return the Numba type for a type name; vectors and tuples of vectors are Numba types of this module."""
     from numba import types
     from numba.extending import models, register_model
 

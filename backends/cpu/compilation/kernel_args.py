@@ -1,4 +1,4 @@
-"""The argument words of a kernel by name: one declaration for the kernel and for the binding.
+"""Named 64-bit argument words of kernels: one declaration serves the kernel and the binding.
 
     ARGS = declare_args("rows columns source target pitch[2] eps:f32")
 
@@ -11,7 +11,7 @@ In a kernel, a name is a load from a constant position in the argument block:
 
 - `name[n]` declares n words; the second argument is the index of the word.
 - ``name[*]`` declares any number of words, at the end of the block.
-- `name:f32` is the float32 with the bits in the low half of its word.
+- `name:f32` declares a float32 with the bits in the low half of the word.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float
 
 @dataclass(frozen=True, slots=True)
 class ArgumentField:
-    """The words from index `start`: `count` words, or any number at the end of the block (None)."""
+    """One named field of an argument block: `count` words from index `start`; None means the rest of the block."""
 
     start: int
     count: int | None
@@ -39,18 +39,21 @@ class ArgumentField:
 
 @dataclass(frozen=True, eq=False)
 class KernelArgs:
-    """The argument words of one kernel.
+    """The named argument words of one kernel.
 
-    In compiled code ``ARGS.name(a)`` loads a word, and ``ARGS.name(a, i)`` word i of several. In Python
-    ``ARGS(name=…)`` returns all words in their order.
+    In compiled code ``ARGS.name(a)`` loads a word, and ``ARGS.name(a, i)`` loads word i of a field of several words. In
+    Python ``ARGS(name=…)`` returns the argument block: all words in order.
     """
 
     fields: Mapping[str, ArgumentField]
     parts: Mapping[str, Any]
-    """Subroutines under further names, which read several words."""
+    """Further names for subroutines that read several words."""
 
     def __call__(self, **values: int | Sequence[int]) -> list[int]:
-        """Return the argument block. Raises `TypeError` for a missing or unknown name or a wrong number of words."""
+        """Return the argument block as a list of words.
+
+        Raises `TypeError` for a missing name, an unknown name or a wrong number of words.
+        """
         if values.keys() != self.fields.keys():
             missing, unknown = sorted(self.fields.keys() - values.keys()), sorted(values.keys() - self.fields.keys())
             raise TypeError(f"words of a kernel: missing {missing}, unknown {unknown}; need {', '.join(self.fields)}")
@@ -64,7 +67,7 @@ class KernelArgs:
         return block
 
     def first_word(self, name: str) -> int:
-        """Return the index of the first word of that name."""
+        """Return the index of the first word of the field `name` in the argument block."""
         return self.fields[name].start
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -79,7 +82,10 @@ RESERVED_NAMES = ("fields", "parts", "first_word")
 
 
 def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> KernelArgs:
-    """Declare words by their names, in order, separated by spaces. Raises `ValueError` for an invalid declaration."""
+    """Parse a declaration of argument words, such as ``"rows pitch[2] eps:f32"``, into a `KernelArgs`.
+
+    `parts` adds subroutines that read several words. Raises `ValueError` for an invalid declaration.
+    """
     fields: dict[str, ArgumentField] = {}
     start = 0
     for text in declared.split():
@@ -96,8 +102,8 @@ def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({}))
     return KernelArgs(MappingProxyType(fields), parts)
 
 
-def _make_argument_loader(start: int, alone: bool, as_float: bool) -> Intrinsic:
-    """Return the load of one word, or of word i of several."""
+def _make_argument_loader(start: int, is_single: bool, as_float: bool) -> Intrinsic:
+    """Make the intrinsic that loads the argument word at `start`, or word i of a field of several words."""
     load, result = (load_float_word, FLOAT) if as_float else (load_word, ADDRESS)
 
     def one(b: Any, block: Any) -> Any:
@@ -106,7 +112,7 @@ def _make_argument_loader(start: int, alone: bool, as_float: bool) -> Intrinsic:
     def one_of(b: Any, block: Any, index: Any) -> Any:
         return load.body(b, block, b.add(index, block.type(start)))
 
-    return Intrinsic(result, (ADDRESS,), one) if alone else Intrinsic(result, (ADDRESS, ADDRESS), one_of)
+    return Intrinsic(result, (ADDRESS,), one) if is_single else Intrinsic(result, (ADDRESS, ADDRESS), one_of)
 
 
 if not TYPE_CHECKING:

@@ -1,13 +1,13 @@
-"""Loader for object code: it copies the code into memory and fills in addresses.
+"""Loader of ELF object code: it copies the code into executable memory and fills in addresses.
 
-It loads objects of x86-64 on Linux. LLVM could do it, but takes 40 MB of memory and more time than all other work of a
-warm start. An object has three parts:
+The loader handles objects of x86-64 on Linux. LLVM could do it, but takes 40 MB of memory and more time than all other
+work of a warm start. An object has three parts:
 
 - Sections; some of them are loaded.
 - Symbols, each in a section or a function of the system.
 - Relocations: places in sections that need an address or a distance.
 
-Code finds functions of the system in a table of addresses behind the sections:
+Code finds functions of the system in a table of addresses after the sections:
 
     0x0000 .ltext    call by entry 0 of the table, which lies 0x1240 - 0x0010 behind this place
     0x1200 .rodata
@@ -43,9 +43,9 @@ _SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
 _SYMBOL = np.dtype("<u4, <u2, <u2, <u8, <u8")
 _RELOCATION = np.dtype("<u8, <u4, <u4, <i8")
 SYMBOLS, RELOCATIONS, EMPTY = 2, 4, 8
-"""Kinds of sections."""
+"""Kinds of ELF sections: symbol table, relocations with addends, and zero-filled memory."""
 WRITABLE, LOADED = 1, 2
-"""Flags of sections."""
+"""Flags of ELF sections."""
 UNWIND_SECTION, OFFSET_TABLE_SYMBOL = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
 """A section that is not loaded, because kernels do not raise; and the symbol of the address table."""
 ABSOLUTE, DISTANCE_32, CALL_DISTANCE_32, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN_RELOCATIONS = (
@@ -62,7 +62,10 @@ ABSOLUTE, DISTANCE_32, CALL_DISTANCE_32, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, 
 
 
 class Section(NamedTuple):
-    """A section header; relocations have a `target_section`, and `link` is the section of symbol names."""
+    """One ELF section header.
+
+    Relocation sections have a `target_section`. The `link` of a symbol table is the section with symbol names.
+    """
 
     name: int
     kind: int
@@ -77,7 +80,7 @@ class Section(NamedTuple):
 
 
 class Symbol(NamedTuple):
-    """A symbol table entry."""
+    """One entry of an ELF symbol table."""
 
     name: int
     info: int
@@ -87,7 +90,10 @@ class Symbol(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """A relocation; `position` counts from the start of the loaded code, `symbol` is an index."""
+    """One ELF relocation: a place in the loaded code that needs an address or a distance.
+
+    `position` counts bytes from the start of the loaded code. `symbol` is an index in the symbol table.
+    """
 
     position: int
     kind: int
@@ -96,16 +102,16 @@ class Relocation(NamedTuple):
 
 
 def is_loadable(code: bytes) -> bool:
-    """Return whether this is object code of x86-64, in an x86-64 process on Linux, so that `load_function` loads it."""
+    """Return whether `load_function` can load object code: x86-64 code, in a 64-bit process on x86-64 Linux."""
     is_elf = len(code) >= _HEADER.itemsize and code.startswith(ELF_MAGIC)
     fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
     return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
 
 
 def load_function(code: bytes, function_name: str) -> int:
-    """Load an object and return the address of a function.
+    """Load object code into executable memory and return the address of one function.
 
-    The code stays in memory, because threads may run it while Python ends.
+    The code stays in memory for the whole process, because threads may run it while Python ends.
 
     Raises:
         BackendError: The object has writable data, other kinds of relocations, or functions that the system lacks.
@@ -134,7 +140,7 @@ def load_function(code: bytes, function_name: str) -> int:
 
 
 class _ObjectFile:
-    """An object file with its loaded sections in consecutive memory from 0 to `end`."""
+    """A parsed ELF object file, with the loaded sections laid out in consecutive memory from 0 to `end`."""
 
     def __init__(self, code: bytes) -> None:
         header = np.frombuffer(code, _HEADER, 1)[0]
@@ -176,15 +182,15 @@ class _ObjectFile:
                 yield Relocation(self._section_starts[of.target_section] + at, kind, symbol, more)
 
     def list_loaded_sections(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the start and the contents of each section."""
+        """Yield the start offset and the contents of each loaded section."""
         return ((start, self._read_section(at)) for at, start in self._section_starts.items())
 
     def list_table_symbols(self) -> list[int]:
-        """Return the indices of the symbols that have entries in the table."""
+        """Return the indices of the symbols that need an entry in the address table."""
         return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
 
     def find_symbol_address(self, number: int, base: int) -> int:
-        """Return the address of a symbol if the object begins at `base`."""
+        """Return the address of symbol `number` if the loaded object begins at the address `base`."""
         symbol = self._symbols[number]
         if symbol.section in self._section_starts:
             return base + self._section_starts[symbol.section] + symbol.value
@@ -205,7 +211,7 @@ def _write_integer(content: npt.NDArray[np.uint8], at: int, value: int, nbytes: 
 
 @cache
 def _open_process_library() -> ctypes.CDLL:
-    """Open the libraries that the process has loaded."""
+    """Open a handle to all libraries of the process, for system functions such as ``mmap``."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     return system
@@ -220,7 +226,7 @@ def _find_system_symbol(name: str) -> int:
 
 
 def _map_pages(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Allocate pages that are never freed."""
+    """Map zeroed writable memory pages that are never freed."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     at = _open_process_library().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
     if at == ctypes.c_void_p(-1).value:

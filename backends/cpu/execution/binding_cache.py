@@ -1,7 +1,7 @@
 """Bindings that are cached on disk next to plans, and relocated to the buffers of the next process.
 
-With a cached binding, neither kernels nor the code that binds them is imported. A damaged file, or one with missing
-kernels, is replaced by a new binding.
+With a cached binding, a process imports neither kernels nor the code that binds kernels. A new binding replaces a
+damaged file, or a file with missing kernels.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .thread_pool import ThreadPool
 def load_cached_replay(
     program: Program, buffers: Sequence[np.ndarray], on: Device, thread_pool: ThreadPool, comm: Comm
 ) -> Replay | None:
-    """Return a program ready to run from a cached binding, or bind it and cache the result.
+    """Load the cached binding of a program as a `Replay`; if it is missing, bind the program and cache the binding.
 
-    Returns None if the program is not cached or needs more than compiled code of this package for one device.
+    Returns None if the program is not cached, or needs other devices, Python calls or kernels of other packages.
     """
     file, addresses = find_binding_file(program, thread_pool.threads), [b.ctypes.data for b in buffers]
     if file is None or any(address % ALIGNMENT for address in addresses):
@@ -66,6 +66,6 @@ def _build_dataflow(program: Program) -> Dataflow:
 
 
 def find_binding_file(program: Program, threads: int) -> Path | None:
-    """Return the cache file of the binding of a program; None for a program that is not cached."""
+    """Return the path of the cache file for the binding of a program; None for a program without a cache name."""
     name = program.cache_name
     return make_cache_path("bindings", name, threads, compute_source_digest()) if name else None

@@ -32,7 +32,7 @@ def bind_program(
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
-    """Bind a program to its buffers.
+    """Bind a program to its buffers, and return it as a `Replay` that is ready to run.
 
     Args:
         program: The program.
@@ -40,10 +40,7 @@ def bind_program(
         on: The device.
         thread_pool: The worker threads of the device.
         comm: The communicator of the device.
-        in_python: Makes the calls of an instruction that has no kernel.
-
-    Returns:
-        The program, ready to run.
+        in_python: Makes the Python calls of an instruction that has no kernel.
     """
     addresses = [b.ctypes.data for b in buffers]
     flow, steps = _build_dataflow(program, addresses), StepTableBuilder(thread_pool.threads, comm)
@@ -58,7 +55,7 @@ def bind_program(
 
 
 def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
-    """Bind a program without buffers, and return its relocatable table and its kernels.
+    """Bind a program to placeholder addresses, and return its relocatable step table and its kernels.
 
     The table is None if the binding depends on addresses, other devices, other packages or Python calls.
     """
@@ -76,7 +73,7 @@ def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | 
 
 
 def build_fused_dataflow(program: Program) -> Dataflow:
-    """Return the dataflow of a program with the same fusions as `bind_program`."""
+    """Build the dataflow of a program with the same fusions as `bind_program` chooses."""
     flow = _build_placeholder_dataflow(program)
     _choose_fusions(flow)
     return flow
@@ -85,9 +82,10 @@ def build_fused_dataflow(program: Program) -> Dataflow:
 def list_kernel_calls(
     program: Program, threads: int, in_python: Callable[[Instruction], SourceLocation]
 ) -> Iterator[KernelCall]:
-    """List the kernels that `bind_program` would call, bound at placeholder addresses.
+    """List the kernel calls that `bind_program` would make, by a binding at placeholder addresses.
 
-    Collectives are left out, because their kernels depend on the other devices.
+    Collectives are left out, because their kernels depend on the other devices. `in_python` locates the source of an
+    instruction without a kernel.
     """
     flow = _build_placeholder_dataflow(program)
     parts = list(_build_segment_steps(flow, StepTableBuilder(threads)))
@@ -102,7 +100,7 @@ def list_kernel_calls(
 
 
 def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
-    """Yield the kernels that `bind_program` would call."""
+    """Yield the kernels that `bind_program` would call for a program, by a binding at placeholder addresses."""
     return (
         step.kernel
         for part in _build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads))
@@ -112,12 +110,12 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
 
 
 def _build_placeholder_dataflow(program: Program) -> Dataflow:
-    """Return the dataflow of a program at placeholder addresses."""
+    """Build the dataflow of a program with buffers at placeholder addresses."""
     return _build_dataflow(program, make_placeholder_addresses(len(program.buffers)))
 
 
 def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
-    """Return the dataflow of a program with buffers at these addresses."""
+    """Build the dataflow of a program with buffers at the given addresses."""
 
     def operand(tensor: Tensor) -> Operand:
         spec = program.buffers[tensor.buffer]
@@ -129,7 +127,7 @@ def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
 
 
 def _build_segment_steps(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
-    """Yield consecutive steps of compiled code as lists, and the numbers of instructions without a kernel, in order."""
+    """Yield, in order, lists of consecutive steps of compiled code, and numbers of instructions without a kernel."""
     chains = _choose_fusions(flow)
     for group in flow.list_groups():
         steps.instruction_number = group[0]
@@ -145,7 +143,7 @@ def _build_segment_steps(flow: Dataflow, steps: StepTableBuilder) -> Iterator[li
 
 
 def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Bind one instruction; return False if it has no kernel."""
+    """Append the steps of one instruction, and return whether a kernel exists for the instruction."""
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
     bind: InstructionBinder | None = BINDINGS.get(call.op) or find_op_package_binding(call.op, "cpu")
@@ -153,7 +151,10 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
-    """Return the longest fusion that begins at each instruction, by the group of its instructions."""
+    """Choose the longest fusion that begins at each instruction, and return the fusions by group of instructions.
+
+    The instructions of each fusion become a group of `flow`.
+    """
     chains: dict[Sequence[int], FusedBinding] = {}
     for number in range(len(flow.reader_table.program.instructions)):
         longest = max(_find_fusions_from(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None)
@@ -164,7 +165,7 @@ def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
 
 
 def _find_fusions_from(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
-    """Yield the fusions that begin at an instruction and can run as one group."""
+    """Yield the fusions that begin at instruction `number` and can run as one group."""
     for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.is_ungrouped(number) else ():
         try:
             chain = find(flow, number)

@@ -1,7 +1,7 @@
-"""Step tables with addresses relative to buffers: they can be cached as bytes and relocated to other buffers.
+"""Step tables with addresses relative to buffers: cached as bytes, and relocated to other buffers.
 
-A program is bound to placeholder addresses. These are far from each other and from all other numbers in argument
-words, so that an address in a table is recognised by its value.
+A program is bound to placeholder addresses. Placeholder addresses are far from each other and from all other numbers in
+argument words, so the value of a word shows whether the word is an address.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from .replay import build_step_table
 
 I64 = npt.NDArray[np.int64]
 PLACEHOLDER_ZONE, PLACEHOLDER_OFFSET_BITS = 0x5A17 << 48, 36
-"""The start of the placeholder zone, and the bits of an offset within one of its buffers."""
+"""Start of the placeholder addresses, and number of bits of an offset within one placeholder buffer."""
 
 
 @dataclass(slots=True)
 class SymbolicMemory(TableMemory):
-    """Memory of tables without real addresses; its placeholder address follows the buffers."""
+    """Memory of step tables at placeholder addresses, after the placeholder buffers.
+
+    `start` is the first address, `size` the allocated bytes, and `contents` has the bytes at each offset.
+    """
 
     start: int
     size: int = 0
@@ -42,20 +45,21 @@ class SymbolicMemory(TableMemory):
 
 
 def make_placeholder_addresses(count: int) -> list[int]:
-    """Return an address in the placeholder zone for each of `count` buffers."""
+    """Return one placeholder address for each of `count` buffers."""
     return [PLACEHOLDER_ZONE + (number << PLACEHOLDER_OFFSET_BITS) for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class RelocatableTable:
-    """The step table of a program with its memory of `nbytes`; addresses are relative to buffers.
+    """The step table of a program and its memory of `nbytes` bytes, with addresses that are relative to buffers.
 
-    - `table` [threads, steps, STEP] has the index of a kernel in `names`, plus one, instead of its address. It has a
-      byte position in the memory instead of the address of argument words, and -1 for a step without words.
+    - `table` [threads, steps, STEP] has the index of a kernel in `names`, plus one, in place of the kernel address. In
+      place of the address of argument words it has a byte position in the memory, or -1 for a step without words.
+    - `numbers` and `kernels` have one entry per step: the instruction number, and the index of the kernel in `names`.
     - `initial_contents` are the 64-bit words of the memory, block after block.
     - `address_positions` has a row for each block: the word position in the memory, and the number of words.
-    - `base_buffers` has a row for each word that is an address: its index in `initial_contents`, and the number of the
-      buffer to which it is relative. The number after the last buffer means the memory itself.
+    - `base_buffers` has a row for each word that is an address: the index in `initial_contents`, and the number of the
+      buffer to which the address is relative. The number after the last buffer means the memory itself.
     """
 
     names: tuple[str, ...]
@@ -68,7 +72,7 @@ class RelocatableTable:
     base_buffers: I64
 
     def relocate(self, buffers: Sequence[int], kernels: Mapping[str, int]) -> tuple[I64, Any]:
-        """Return the table for buffers and kernels at these addresses, and the memory to which the table points."""
+        """Return the step table with real buffer and kernel addresses, and the memory to which the table points."""
         raw = np.zeros(self.nbytes // 8 + ALIGNMENT // 8, np.int64)
         memory = raw[-raw.ctypes.data % ALIGNMENT // 8 :]
         start = memory.ctypes.data
@@ -90,7 +94,7 @@ class RelocatableTable:
 
 
 def parse_relocatable_table(data: bytes) -> RelocatableTable | None:
-    """Parse the result of `RelocatableTable.to_bytes`; return None for other data."""
+    """Parse the bytes that `RelocatableTable.to_bytes` made; return None for other data."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         header, _, rest = data.partition(b"\n")
         header_fields, at, arrays = json.loads(header), 0, []
@@ -109,8 +113,13 @@ def build_relocatable_table(
 ) -> RelocatableTable | None:
     """Build the relocatable table of steps that were bound to placeholder addresses.
 
-    `sizes` are the bytes of the buffers; `memory` follows the buffers. Returns None if a word is in the placeholder
-    zone and is no address within a buffer.
+    Returns None if a word is in the placeholder zone and is not an address within a buffer.
+
+    Args:
+        steps: The steps.
+        threads: Thread count.
+        memory: Memory of the steps; its placeholder address follows the buffers.
+        sizes: Bytes of each buffer.
     """
     names = tuple(dict.fromkeys(step.kernel.name for step in steps))
     kernels = tuple(names.index(step.kernel.name) for step in steps)
@@ -121,7 +130,9 @@ def build_relocatable_table(
         blocks.append((at, words))
         return at
 
-    table = build_step_table(steps, threads, lambda step: names.index(step.kernel.name) + 1, append_words, none=(0, -1))
+    table = build_step_table(
+        steps, threads, lambda step: names.index(step.kernel.name) + 1, append_words, idle_entries=(0, -1)
+    )
     contents = np.concatenate([np.zeros(0, np.int64), *(words for _, words in blocks)])
     places = np.array([(at // 8, len(words)) for at, words in blocks], np.int64).reshape(-1, 2)
     bounds = np.array([*sizes, memory.size], np.int64)

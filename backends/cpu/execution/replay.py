@@ -1,4 +1,4 @@
-"""Compiled programs of one device: step tables that a loop replays without the GIL, and Python calls.
+"""Compiled programs of one device: step tables that a compiled loop replays without the GIL, and Python calls.
 
 The threads of a device walk through tables of equal length. Each thread does its part of every step.
 """
@@ -46,9 +46,10 @@ STATUS_MESSAGES = {
 
 
 class BoundLoop(NamedTuple):
-    """A compiled loop over steps, with its words and its order for the thread pool.
+    """A compiled loop over the steps of a segment, with argument words for the loop and for the thread pool.
 
-    Addresses are stored, because reading one takes a microsecond, which is noticeable in a token of a small model.
+    Addresses are stored, because reading the address of an array takes a microsecond. That is noticeable in a token of
+    a small model.
     """
 
     call: Callable[[int, int, int], int]
@@ -60,24 +61,24 @@ class BoundLoop(NamedTuple):
 def build_step_table(
     steps: Sequence[TableStep],
     threads: int,
-    kernel: Callable[[TableStep], int],
-    place: Callable[[I64], int],
-    none: tuple[int, int] = (0, 0),
+    get_kernel_entry: Callable[[TableStep], int],
+    get_words_entry: Callable[[I64], int],
+    idle_entries: tuple[int, int] = (0, 0),
 ) -> I64:
-    """Build the table [threads, steps, STEP] of some steps.
+    """Build the table [threads, steps, STEP] that the compiled loop reads, from steps.
 
     Args:
         steps: The steps.
         threads: Thread count.
-        kernel: Returns the entry for the kernel of a step, such as its address.
-        place: Returns the entry for argument words, such as their address.
-        none: Both entries for a thread without work.
+        get_kernel_entry: Returns the entry for the kernel of a step, such as its address.
+        get_words_entry: Returns the entry for argument words, such as their address.
+        idle_entries: Both entries for a thread without work.
     """
     table = np.zeros((threads, len(steps), STEP_WORDS), np.int64)
     for thread, row in np.ndindex(table.shape[:2]):
         step = steps[row]
         words = step.words[thread]
-        called = none if words is None else (kernel(step), place(words))
+        called = idle_entries if words is None else (get_kernel_entry(step), get_words_entry(words))
         table[thread, row] = (
             *called,
             BARRIER_FLAG * step.has_barrier | WHOLE_FLAG * step.is_presplit,
@@ -87,7 +88,7 @@ def build_step_table(
 
 
 class Segment:
-    """Consecutive steps of compiled code: the names of their kernels, and their table."""
+    """Consecutive steps of compiled code, as one table that a compiled loop replays; with the names of the kernels."""
 
     def __init__(self, kernels: Sequence[str], table: I64, memory: object) -> None:
         self.kernel_names, self.instruction_numbers = kernels, table[0, :, 3].tolist()
@@ -100,30 +101,37 @@ class Segment:
 
     @classmethod
     def from_steps(cls, steps: Sequence[TableStep], threads: int, memory: object) -> Segment:
-        """Build a segment from steps; `memory` holds everything that their words point to except buffers."""
+        """Build a segment from steps, after compiling missing kernels.
+
+        `memory` is the object that keeps alive the memory to which the argument words point, except buffers.
+        """
         compile_missing([run, *(step.kernel for step in steps)])
         table = build_step_table(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))
         return cls([step.kernel.name for step in steps], table, (steps, memory))
 
     @cached_property
     def timed_segment(self) -> Segment:
-        """The same segment with a loop that writes the start of each step into `times`, for `parse_step_times`."""
+        """A copy of the segment that also writes the start time of each step into `times`, for `parse_step_times`."""
         segment = copy(self)
         segment._loop = self._loop_at(run_timed.address, self.times.ctypes.data)
         return segment
 
     @staticmethod
     def parse_step_times(times: bytes) -> Array:
-        """Return the seconds at which each step began, and at which the last one ended.
+        """Return the seconds at which each step began, and the seconds at which the last step ended.
 
-        `times` has the counter value of each of these moments, then the clock in nanoseconds at the first and the last
-        one.
+        `times` has the cycle counter at each of these moments, then the clock in nanoseconds at the first and at the
+        last moment.
         """
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
 
     def run(self, thread_pool: ThreadPool) -> None:
-        """Run on all threads that have work. Raises `KernelStoppedError` if a kernel stopped the run."""
+        """Run all steps of the segment once, on all threads that have work.
+
+        Raises:
+            KernelStoppedError: A kernel stopped the run.
+        """
         loop = self._loop
         status = thread_pool.run(loop.order) if self.threads > 1 else loop.call(loop.words, 0, 1)
         if status:
@@ -131,16 +139,16 @@ class Segment:
             self.shared_words[:] = 0
             raise KernelStoppedError(number, status)
 
-    def _loop_at(self, address: int, times: int) -> BoundLoop:
-        """Return the loop at that address over these steps; `times` is the address for start times, 0 for none."""
+    def _loop_at(self, loop_address: int, times_address: int) -> BoundLoop:
+        """Bind the compiled loop at `loop_address` to the table; `times_address` receives start times, 0 means none."""
         table, shared = self.table.ctypes.data, self.shared_words.ctypes.data
-        words = np.array(ARGS(table=table, steps=len(self.kernel_names), shared=shared, times=times), np.int64)
-        order = np.array(RUN_ARGS(loop=address, words=words.ctypes.data), np.int64)
-        return BoundLoop(KERNEL_FUNCTION(address), words.ctypes.data, order.ctypes.data, (words, order))
+        words = np.array(ARGS(table=table, steps=len(self.kernel_names), shared=shared, times=times_address), np.int64)
+        order = np.array(RUN_ARGS(loop=loop_address, words=words.ctypes.data), np.int64)
+        return BoundLoop(KERNEL_FUNCTION(loop_address), words.ctypes.data, order.ctypes.data, (words, order))
 
 
 class KernelStoppedError(BackendError):
-    """A kernel stopped the run at instruction `instruction_number`."""
+    """A kernel stopped the run at instruction `instruction_number`; `is_late` means a timeout of a collective."""
 
     def __init__(self, number: int, status: int) -> None:
         super().__init__(STATUS_MESSAGES[status & 255].format(value=status >> 8))
@@ -148,7 +156,7 @@ class KernelStoppedError(BackendError):
 
 
 def describe_missing_devices(comm: Comm, sequence: object) -> str:
-    """Return a message that names the devices which did not arrive at a collective."""
+    """Return an error message that names the devices which did not arrive at collective number `sequence`."""
     board = comm.signal_pad if comm.shared_buffers is None else comm.shared_buffers.signal_pad
     assert board is not None
     at = board[collectives.SLOTS_OFFSET // 8 :].reshape(comm.size, -1)[:, 2:4] - 1
@@ -161,11 +169,11 @@ def describe_missing_devices(comm: Comm, sequence: object) -> str:
 
 Calls = list[tuple[int, Callable[[], object]]]
 ReplayItems = list[tuple[int, Segment | Callable[[], object]]]
-"""The items of a run in order, each with the number of its first instruction."""
+"""The items of a run in order: segments and Python calls, each with the number of its first instruction."""
 
 
 class Replay:
-    """A program ready to run: compiled segments and Python calls, in order."""
+    """A program that is ready to run: compiled segments and Python calls, in order."""
 
     def __init__(
         self,
@@ -177,7 +185,7 @@ class Replay:
         comm: Comm,
         memory: Sequence[object],
     ) -> None:
-        """Store the program and its items; `flow` builds the dataflow on the first failure or timed run."""
+        """Store the program and its items; the first failure or timed run calls `flow` to build the dataflow."""
         self.program, self.on, self.work, self.thread_pool, self.comm = program, on, work, thread_pool, comm
         self._build_dataflow = flow
         self._memory = memory  # compiled steps have addresses only
@@ -212,16 +220,17 @@ class Replay:
         return [*chain.from_iterable(names)]
 
     def run_timed(self) -> Iterable[TimedKernel]:
-        """Run once and return the time of each kernel, computed from the clock buffers after the run.
+        """Run the program once and return the start and end time of each kernel.
 
-        After a token, all memory except the weights is cold, and a line of Python takes five times as long.
+        The times are computed from the clock buffers after the run. After a token, all memory except the weights is
+        cold, and a line of Python takes five times as long.
         """
         self._run(self._timed_calls)
         return self._make_timed_kernels([*map(bytes, self._clock_buffers)])
 
     @cached_property
     def _clock_buffers(self) -> list[memoryview]:
-        """Buffers into which each item writes the start of its steps and its end."""
+        """One buffer for each item, into which a timed run writes the start times of the steps and the end time."""
         return [(one.times if isinstance(one, Segment) else np.zeros(2, np.int64)).data for _, one in self.work]
 
     @cached_property
@@ -251,7 +260,7 @@ class Replay:
 
 
 def _call_timed(clock: memoryview, call: Callable[[], object]) -> None:
-    """Make a Python call and write its start and its end in nanoseconds."""
+    """Record the times of a Python call: make the call, and write its start and end in nanoseconds into `clock`."""
     clock[0] = time.monotonic_ns()
     call()
     clock[1] = time.monotonic_ns()

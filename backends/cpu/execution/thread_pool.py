@@ -1,4 +1,4 @@
-"""The thread pool of one device: its threads start once and take part in every run."""
+"""The thread pool of one CPU device: worker threads start once and take part in every run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ..steps.thread_sync import (
 I64 = npt.NDArray[np.int64]
 
 
-def _run_worker_loop(queue: SimpleQueue[bool], block: I64, number: int, threads: int) -> None:
-    """Run a worker thread: after each wake-up, follow the calling thread until no more work comes."""
+def _run_worker_loop(queue: SimpleQueue[bool], block: I64, thread: int, threads: int) -> None:
+    """Run a worker thread: after each wake-up, do work of the calling thread until no more work comes."""
     at, run_worker = block.ctypes.data, KERNEL_FUNCTION(run_worker_thread.address)
     while queue.get():
-        run_worker(at, number, threads)
+        run_worker(at, thread, threads)
 
 
 def _stop_workers(queues: Sequence[SimpleQueue[bool]]) -> None:
@@ -40,7 +40,7 @@ def _stop_workers(queues: Sequence[SimpleQueue[bool]]) -> None:
 class ThreadPool:
     """The worker threads of one CPU device, in addition to the calling thread.
 
-    They start with the first work that needs them and end with the pool. Calls from several threads are serialised.
+    Workers start with the first work and end with the pool. A lock serialises calls from several threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -50,7 +50,7 @@ class ThreadPool:
 
     @property
     def kernels(self) -> Sequence[Kernel]:
-        """The kernels that begin and end the runs of the pool."""
+        """The kernels that start and end runs of the pool; empty with one thread."""
         return (start_run, continue_run, run_worker_thread) if self.threads > 1 else ()
 
     def _start_workers(self) -> None:
@@ -65,15 +65,18 @@ class ThreadPool:
             threading.Thread(target=_run_worker_loop, args=worker_args, name=f"hocket.{i}", daemon=True).start()
         weakref.finalize(self, _stop_workers, self._queues)
 
-    def run(self, order: int) -> int:
-        """Run the work at `order` (`kernels.crew.RUN_ARGS`) on all threads. Return the status of the first."""
+    def run(self, run_args_address: int) -> int:
+        """Run a loop on all threads and return its status on the calling thread.
+
+        `run_args_address` is the address of the argument words (`kernels.crew.RUN_ARGS`).
+        """
         with self._call_lock:
             if not self._queues:
                 self._start_workers()
-            status: int = self._start_run(order, self._block_address, self.threads)
+            status: int = self._start_run(run_args_address, self._block_address, self.threads)
             if status == THREADS_SLEEPING:
                 for queue, state in zip(self._queues, self._states[1:].tolist(), strict=False):
                     if state >= ASLEEP_FLAG:
                         queue.put(True)
-                status = self._continue_run(order, self._block_address, self.threads)
+                status = self._continue_run(run_args_address, self._block_address, self.threads)
         return status

@@ -1,5 +1,8 @@
-"""Operations of kernels, as builders of LLVM code: this Python runs while a kernel is compiled, never inside a kernel.
+"""Vector operations of CPU kernels as functions that emit LLVM IR with llvmlite.
 
-A function here takes a builder `b` before its operands and returns the LLVM value of its result. Kernels call the
-operations by name, in the Python that Numba compiles. That Python is in ``kernels/``, where no builder appears.
+Each function takes an LLVM IR builder `b` and the LLVM values of its operands, and returns the LLVM value of the
+result. The functions run while a kernel is compiled. Kernels in ``kernels/`` call the operations by name, without a
+builder.
+
+Unless stated otherwise, a vector has 64 bytes: 16 lanes of float32 or int32, or 64 bytes.
 """

@@ -1,4 +1,4 @@
-"""Operations between threads: shared words, clocks, and calls of kernels."""
+"""Operations of kernel threads: atomic shared words, yielding and sleeping, clocks, and calls of kernels by address."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
 
 @intrinsic(ADDRESS)
 def yield_core(b):
-    """Let another thread use the core."""
+    """Yield the core to another thread (``sched_yield``)."""
     return b.sext(_call(b, "sched_yield", _i32), _i64)
 
 
 @intrinsic(ADDRESS)
 def sleep_briefly(b):
-    """Sleep for at least 50 microseconds, so that the system sees an idle core."""
+    """Sleep for at least 50 microseconds, so that the operating system regards the core as idle."""
     return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
 
 
 @intrinsic(ADDRESS)
 def read_monotonic_clock(b):
-    """Return the nanoseconds of a clock that only moves forward (``CLOCK_MONOTONIC``)."""
+    """Return the nanoseconds of the system clock ``CLOCK_MONOTONIC``."""
     with b.goto_entry_block():
         time = b.alloca(ir.ArrayType(_i64, 2))
     clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
@@ -46,9 +46,10 @@ def read_monotonic_clock(b):
 
 @intrinsic(ADDRESS)
 def read_cycle_counter(b):
-    """Return a counter that advances evenly, in a unit of its own.
+    """Return a counter that advances at a constant rate, in an unspecified unit.
 
-    On x86 it is the cycle counter, which is read five times as fast as the clock. Other processors use the clock.
+    On x86 the counter is the cycle counter, and reading takes a fifth of the time of the clock. Other processors use
+    the monotonic clock.
     """
     if find_compile_target().triple.startswith("x86_64"):
         return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
@@ -56,7 +57,7 @@ def read_cycle_counter(b):
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def call_kernel(b, function, arguments, thread, threads):
-    """Call the kernel at an address."""
+def call_kernel(b, kernel_address, argument_block, thread, thread_count):
+    """Call the kernel at `kernel_address` for one thread of `thread_count` threads."""
     kind = ir.FunctionType(_i64, [_i64] * 3)
-    return b.call(b.inttoptr(function, kind.as_pointer()), [arguments, thread, threads])
+    return b.call(b.inttoptr(kernel_address, kind.as_pointer()), [argument_block, thread, thread_count])

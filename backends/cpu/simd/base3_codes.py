@@ -1,6 +1,6 @@
-"""Codes to base 3: five of them in a byte.
+"""Decoding of ternary weight codes (TQ1): five base-3 digits in a byte.
 
-A byte is ``v * 256 / 243``, rounded up, for a number v of five digits. Its first digit is the byte times 3, divided by
+A byte is ``v * 256 / 243``, rounded up, for a number v of five digits. The first digit is the byte times 3, divided by
 256; the remainder has the next digits. With four digits:
 
 >>> digits, byte = [], -(-int("2012", 3) * 256 // 81)
@@ -26,14 +26,14 @@ from .vectors import ADDRESS, BYTES, INTS, LANES, bytes_of, intrinsic, llvm_type
 
 _B, _I = llvm_type(BYTES), llvm_type(INTS)
 DIGITS, SHORT_BYTES, SHORT_LANES = 5, 40, 10
-"""Digits of a byte; bytes of the last three vectors of a block, and their 32-bit lanes."""
+"""Base-3 digits of a byte; bytes of the last three vectors of a block; and 32-bit lanes of these bytes."""
 MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
-"""The smallest bytes with 1 and with 2 as their first digit."""
+"""The smallest byte with first digit 1, and the smallest byte with first digit 2."""
 
 
-def _list_remainders(b: Any, whole: Any) -> list[Any]:
-    """Return five vectors; the first digit of their bytes is digit 0 to 4 of `whole`."""
-    remainders = [whole]
+def _list_remainders(b: Any, coded: Any) -> list[Any]:
+    """Shift the bytes of `coded` by 0 to 4 digits: in result i, the first digit of each byte is digit i of `coded`."""
+    remainders = [coded]
     for _ in range(DIGITS - 1):
         last = remainders[-1]
         remainders.append(b.add(b.add(last, last), last))
@@ -45,9 +45,9 @@ def _first_digit(b: Any, x: Any) -> Any:
     return b.select(b.icmp_unsigned(">=", x, bytes_of(MIN_BYTE_OF_TWO)), bytes_of(2), one)
 
 
-def _take_lanes(b: Any, parts: list[Any], numbers: range) -> Any:
-    """Return 16 lanes of the first `SHORT_LANES` lanes of all parts."""
-    sources = [divmod(number, SHORT_LANES) for number in numbers]
+def _take_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
+    """Select the 16 lanes `lane_numbers` of the concatenation of the first `SHORT_LANES` lanes of all parts."""
+    sources = [divmod(number, SHORT_LANES) for number in lane_numbers]
     joined = parts[sources[0][0]]
     for part in sorted({part for part, _ in sources}):
         order = [LANES + lane if of == part else i if of < part else 0 for i, (of, lane) in enumerate(sources)]
@@ -56,10 +56,13 @@ def _take_lanes(b: Any, parts: list[Any], numbers: range) -> Any:
 
 
 @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-def load_trits(b, p, h):
-    """Load the codes of 32 columns from the long vector at `p` and the 40 bytes at `h`; 24 bytes more are read."""
-    vectors = _list_remainders(b, simd.load_bytes.body(b, p))
-    short = [b.bitcast(x, _I) for x in _list_remainders(b, simd.load_bytes.body(b, h))]
+def load_trits(b, long_address, short_address):
+    """Load and decode the ternary codes of 32 columns of 16 rows.
+
+    `long_address` has 64 bytes and `short_address` has 40 bytes. 24 bytes after the 40 bytes are read, too.
+    """
+    vectors = _list_remainders(b, simd.load_bytes.body(b, long_address))
+    short = [b.bitcast(x, _I) for x in _list_remainders(b, simd.load_bytes.body(b, short_address))]
     for first in range(0, 3 * LANES, LANES):
         vectors.append(b.bitcast(_take_lanes(b, short, range(first, first + LANES)), _B))
     return pack_vectors(b, [_first_digit(b, x) for x in vectors])

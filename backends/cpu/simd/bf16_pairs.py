@@ -1,4 +1,7 @@
-"""Pairs of bfloat16 in 32 bits: lane i holds lane i of two float32 vectors, the first one in the lower half."""
+"""Conversions between float32 and bfloat16 vectors, and bfloat16 pairs.
+
+A pair has 32 bits: lane i holds the bfloat16 of lane i of two float32 vectors, the first vector in the lower half.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _TWICE = ir.VectorType(_i16, 2 * LANES)
 
 
 class _Brain(ir.Type):
-    """The bfloat16 type, which llvmlite does not have."""
+    """The LLVM type ``bfloat``, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -33,7 +36,10 @@ _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
 def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
-    """Round two vectors to bfloat16, one after the other: to nearest, ties to even; NaN stays NaN."""
+    """Round two float32 vectors to bfloat16 and concatenate the 32 bit patterns, `low` before `high`.
+
+    Rounding is to nearest, ties to even; NaN stays NaN.
+    """
     if not find_target_features().get("avx512bf16"):
         halves = [
             b.trunc(b.lshr(_round_to_upper_bits(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)
@@ -43,9 +49,9 @@ def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
     return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
 
 
-def widen_bf16(b: Any, shorts: Any) -> tuple[Any, Any]:
-    """Return two float32 vectors with the values of 32 bfloat16 in order."""
-    halves = (b.shuffle_vector(shorts, shorts, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
+def widen_bf16(b: Any, bf16_bits: Any) -> tuple[Any, Any]:
+    """Return two float32 vectors with the values of 32 bfloat16: the first 16 and the last 16."""
+    halves = (b.shuffle_vector(bf16_bits, bf16_bits, _lane_order([*range(i, i + LANES)])) for i in (0, LANES))
     low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
     return low, high
 
@@ -55,7 +61,10 @@ def _lane_order(lanes: list[int]) -> ir.Constant:
 
 
 def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Round two vectors as `round_to_bf16` does, and return them as pairs."""
+    """Round two float32 vectors to bfloat16 and interleave the lanes as pairs, `first` in the lower half.
+
+    Rounding is to nearest, ties to even; NaN stays NaN.
+    """
     if not find_target_features().get("avx512bf16"):
         return b.or_(b.lshr(_round_to_upper_bits(b, first), ints_of(16)), _round_to_upper_bits(b, second))
     shorts = round_to_bf16(b, first, second)
@@ -63,13 +72,13 @@ def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
     return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
 
 
-def _round_to_upper_bits(b: Any, v: Any) -> Any:
-    """Return the bits of float32 values that are rounded so that their lower halves are zero."""
-    bits = b.bitcast(v, _I)
+def _round_to_upper_bits(b: Any, vector: Any) -> Any:
+    """Round float32 lanes to bfloat16 precision, and return their bits with lower halves of zero; NaN stays NaN."""
+    bits = b.bitcast(vector, _I)
     odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
     nearest = b.add(bits, b.add(odd, ints_of(0x7FFF)))
     quiet = b.or_(bits, ints_of(0x400000))
-    return b.and_(b.select(b.fcmp_unordered("uno", v, v), quiet, nearest), ints_of(0xFFFF0000))
+    return b.and_(b.select(b.fcmp_unordered("uno", vector, vector), quiet, nearest), ints_of(0xFFFF0000))
 
 
 @intrinsic(FLOATS, INTS)
@@ -83,17 +92,17 @@ def second_of_pairs(b, pairs):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
-def store_bf16(b, p, low, high):
-    """Store 32 float32 as bfloat16, in order."""
+def store_bf16(b, address, low, high):
+    """Store two float32 vectors as 32 consecutive bfloat16, `low` before `high`."""
     shorts = round_to_bf16(b, low, high)
-    b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
+    b.store(shorts, b.inttoptr(address, shorts.type.as_pointer()), align=2)
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
-def store_dequantised_bf16(b, to, codes, low_scale, high_scale, low_bias, high_bias):
-    """Store ``scale code + bias`` of 32 columns of 16 rows as bfloat16, in the order of an AMX tile.
+def store_dequantised_bf16(b, address, codes, low_scale, high_scale, low_bias, high_bias):
+    """Store ``scale * code + bias`` of 32 columns of 16 weight rows as bfloat16 pairs, the layout of an AMX tile.
 
-    The scales and the biases are given for the low and the high half of the columns.
+    The low half of the columns and the high half have a scale and a bias for each row.
     """
     for j, vector in enumerate(unpack_vectors(b, codes)):
         scale, bias = (low_scale, low_bias) if j < 4 else (high_scale, high_bias)
@@ -104,5 +113,5 @@ def store_dequantised_bf16(b, to, codes, low_scale, high_scale, low_bias, high_b
             values.append(simd.fma.body(b, scale, simd.to_float.body(b, code), bias))
         for k in range(2):
             pair = round_to_bf16_pairs(b, values[2 * k], values[2 * k + 1])
-            at = b.add(to, ir.Constant(to.type, 64 * (2 * j + k)))
+            at = b.add(address, ir.Constant(address.type, 64 * (2 * j + k)))
             b.store(pair, b.inttoptr(at, pair.type.as_pointer()), align=64)

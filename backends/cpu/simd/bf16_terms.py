@@ -1,7 +1,7 @@
-"""Float32 as a sum of bfloat16 terms: the nearest bfloat16, then the nearest to the remainder, and so on.
+"""Float32 as a sum of bfloat16 terms: the bfloat16 nearest to the number, then the bfloat16 nearest to the remainder.
 
-Two terms have an error of at most 2^-17 of a number, and three have none that float32 would show. Two terms are exact
-for float16, because two times 8 bits hold its 11 bits.
+Two terms have a relative error of at most 2^-17. Three terms have no error that float32 would show. Two terms are exact
+for float16, because two times 8 bits hold the 11 bits of a float16.
 
 >>> import numpy as np
 >>> def nearest(x):
@@ -29,15 +29,19 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @cache
-def store_bf16_terms(count: int) -> Intrinsic:
-    """Make ``(to, step, first, second)``: store two vectors as bfloat16 pairs, `count` terms `step` bytes apart."""
+def store_bf16_terms(term_count: int) -> Intrinsic:
+    """Make an intrinsic that splits two float32 vectors into bfloat16 terms and stores the terms as interleaved pairs.
+
+    The intrinsic is ``(to, step, first, second)``. The 16 pairs of a term are consecutive, and terms are `step` bytes
+    apart.
+    """
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store_terms(b, to, step, first, second):
-        for term in range(count):
+        for term in range(term_count):
             pairs = round_to_bf16_pairs(b, first, second)
             b.store(pairs, b.inttoptr(to, pairs.type.as_pointer()), align=4)
-            if term < count - 1:
+            if term < term_count - 1:
                 first = b.fsub(first, first_of_pairs.body(b, pairs))
                 second = b.fsub(second, second_of_pairs.body(b, pairs))
                 to = b.add(to, step)
@@ -46,18 +50,19 @@ def store_bf16_terms(count: int) -> Intrinsic:
 
 
 @cache
-def store_ordered_bf16_terms(count: int) -> Intrinsic:
-    """Make ``(to, step, low, high)``: store 32 numbers as bfloat16 in order, `count` terms `step` bytes apart.
+def store_ordered_bf16_terms(term_count: int) -> Intrinsic:
+    """Make an intrinsic that splits 32 float32 into bfloat16 terms and stores the numbers of each term in order.
 
-    A number that rounds to infinity has one term; its other terms are zero.
+    The intrinsic is ``(to, step, low, high)``. The 32 numbers of a term are consecutive, and terms are `step` bytes
+    apart. A number that rounds to infinity has one term; the other terms are zero.
     """
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store_terms(b, to, step, low, high):
-        for term in range(count):
+        for term in range(term_count):
             shorts = round_to_bf16(b, low, high)
             b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
-            if term < count - 1:
+            if term < term_count - 1:
                 low, high = (
                     _zero_nonfinite(b, b.fsub(v, nearest))
                     for v, nearest in zip((low, high), widen_bf16(b, shorts), strict=True)
@@ -67,15 +72,17 @@ def store_ordered_bf16_terms(count: int) -> Intrinsic:
     return store_terms
 
 
-def _zero_nonfinite(b: Any, v: Any) -> Any:
-    """Return finite lanes unchanged, and zero for the others."""
-    infinite = ir.Constant(v.type, [float("inf")] * LANES)
-    return b.select(b.fcmp_ordered("<", absolute.body(b, v), infinite), v, ir.Constant(v.type, [0.0] * LANES))
+def _zero_nonfinite(b: Any, vector: Any) -> Any:
+    """Replace infinite and NaN lanes of a float32 vector by 0."""
+    infinite = ir.Constant(vector.type, [float("inf")] * LANES)
+    return b.select(
+        b.fcmp_ordered("<", absolute.body(b, vector), infinite), vector, ir.Constant(vector.type, [0.0] * LANES)
+    )
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS)
-def transpose_16_bit(b, source, step, to):
-    """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows."""
+def transpose_16_bit(b, source, step, destination):
+    """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows of 32 numbers."""
 
     def load_row(i: int) -> Any:
         at = b.add(source, b.mul(step, ir.Constant(source.type, i)))
@@ -85,4 +92,6 @@ def transpose_16_bit(b, source, step, to):
         b.bitcast(b.shuffle_vector(load_row(i), load_row(i + 1), _INTERLEAVED), _PAIRS) for i in range(0, 2 * LANES, 2)
     ]
     for i, column in enumerate(transpose_vectors(b, pairs)):
-        b.store(column, b.inttoptr(b.add(to, ir.Constant(to.type, 64 * i)), _PAIRS.as_pointer()), align=4)
+        b.store(
+            column, b.inttoptr(b.add(destination, ir.Constant(destination.type, 64 * i)), _PAIRS.as_pointer()), align=4
+        )

@@ -1,4 +1,4 @@
-"""Dot products of each of four rows with each of four other rows, which are loaded once."""
+"""Dot products of each of four rows with each of four other rows; every row is loaded only once per 16 columns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def zero_products(b):
 
 
 @intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
-def add_16_columns(b, sums, rows, step, others, pace):
-    """Add the products of 16 columns; rows are `step` bytes apart, the other rows `pace` bytes."""
-    left, right = _load_column(b, rows, step), _load_column(b, others, pace)
+def add_16_columns(b, sums, rows, step, other_rows, other_step):
+    """Add the products of 16 columns to the 16 dot products of four rows with four other rows.
+
+    Rows are `step` bytes apart, the other rows `other_step` bytes.
+    """
+    left, right = _load_column(b, rows, step), _load_column(b, other_rows, other_step)
     pairs = [(x, y) for x in left for y in right]
     return pack_vectors(b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, unpack_vectors(b, sums), strict=True)])
 
@@ -34,7 +37,10 @@ def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
 
 @intrinsic(FLOATS, PRODUCTS_TYPE)
 def reduce_products(b, sums):
-    """Sum the lanes of each product: the first row with all others, then the second row."""
+    """Reduce each of the 16 dot products to the sum of its lanes, in one vector.
+
+    The first four lanes belong to the first row and all other rows, the next four lanes to the second row.
+    """
     folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
     vectors = unpack_vectors(b, sums)
     for fold in folds:

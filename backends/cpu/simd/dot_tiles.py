@@ -1,8 +1,8 @@
-"""Several vectors as one value, and products of a packed block with several rows of activations.
+"""Register tiles for products of a packed weight block with several rows of activations.
 
 A weight code stands for ``d (code - zero)``, an activation code for ``s x``. One d and one s apply to 16 or 32 columns.
-Dot products add up ``code x`` in integers. Their initial value is in the record of the activations, where ``zero``
-times the sum of x is already subtracted. With four columns:
+Dot products add up ``code x`` in integers. The initial value of a dot product is in the record of the activations, and
+already contains minus ``zero`` times the sum of x. With four columns:
 
 >>> import numpy as np
 >>> codes, zero, x = np.array([9, 15, 0, 8]), 8, np.array([3, -2, 7, 1])
@@ -16,8 +16,8 @@ times the sum of x is already subtracted. With four columns:
 The bits of the sum, read as a float32, are the sum plus a constant. A fused multiply-add with ``s`` and
 ``-ONE_AND_A_HALF s`` subtracts the constant, so no conversion from integers is needed.
 
-Dot products alternate between halves and rows. An instruction that adds to the result of the previous one waits for it,
-and only independent instructions can run meanwhile.
+Dot products alternate between halves and rows. An instruction that adds to the result of the previous instruction waits
+for that result. Only independent instructions can run meanwhile.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from .permute_lanes import fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, vector_tuple_type
 
 CODE_VECTORS, COLUMN_HALVES = 8, 2
-"""Vectors of codes in 32 columns, and parts of these columns that may have their own scale."""
+"""Number of 64-byte vectors of codes in 32 columns; and number of column halves, which may have scales of their own."""
 CODES_TYPE, TWO_CODES_TYPE = (vector_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
 _CHAR = ir.IntType(8).as_pointer()
 
 RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
-"""Bytes of the record of 32 rounded activations, and the offsets of its fields behind the codes.
+"""Bytes of the record of 32 quantised activations, and the offsets of the fields after the 32 codes.
 
 The fields are the scales of both halves, these scales times minus `ONE_AND_A_HALF`, and two numbers. For weights with
-biases the numbers are float32 sums of the activations: of all columns, and of the second half. For other weights they
-are int32, the initial values of the dot products of both halves.
+biases the numbers are float32 sums of the activations: of all columns, and of the second half. For other weights the
+numbers are int32: the initial values of the dot products of both halves.
 """
 
 ONE_AND_A_HALF, ONE_AND_A_HALF_BITS = 1.5 * 2**23, 0x4B400000
-"""The initial value of sums of products: a float32 with a lowest bit that counts as one, and its bits.
+"""The initial value of integer dot products, as a float32 and as bits: the lowest bit of the float32 has the value 1.
 
-So the bits of a sum are a float32 and need no conversion, which would wait for the unit that multiplies.
+The bits of a sum are a valid float32. A conversion, which would wait for the multiplication unit, is not needed.
 """
 
 
-def pack_vectors(b: Any, values: Sequence[Any]) -> Any:
-    """Return several values as one."""
-    whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
-    for i, value in enumerate(values):
+def pack_vectors(b: Any, vectors: Sequence[Any]) -> Any:
+    """Pack several vectors of one type into one LLVM array value."""
+    whole = ir.Constant(ir.ArrayType(vectors[0].type, len(vectors)), ir.Undefined)
+    for i, value in enumerate(vectors):
         whole = b.insert_value(whole, value, i)
     return whole
 
 
-def unpack_vectors(b: Any, whole: Any) -> list[Any]:
-    """Return the parts of such a value."""
-    return [b.extract_value(whole, i) for i in range(whole.type.count)]
+def unpack_vectors(b: Any, packed: Any) -> list[Any]:
+    """Return the vectors of an LLVM array value that `pack_vectors` made."""
+    return [b.extract_value(packed, i) for i in range(packed.type.count)]
 
 
 def _offset_address(b: Any, address: Any, offset: int) -> Any:
-    """Return an address plus `offset` bytes.
+    """Return `address` plus `offset` bytes, computed as a pointer.
 
-    The sum is computed as a pointer. LLVM would reorder integer sums until each takes a register.
+    LLVM would reorder sums of integers until each sum takes a register.
     """
     pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
     return b.ptrtoint(pointer, address.type)
@@ -85,20 +85,22 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None, to: int = 0) -> Intrinsic:
-    """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
+def make_code_loader(plane_widths: tuple[int, ...], table: Intrinsic | None = None, to_bit: int = 0) -> Intrinsic:
+    """Make an intrinsic ``(p, h) -> codes`` that loads the weight codes of 32 columns of 16 rows from bit planes.
 
     Args:
-        widths: Bits of each code in the plane at `p`, and perhaps bits on top of them in the plane at `h`.
-        table: Table in which the codes are looked up.
-        to: The lowest bit of the codes in the result.
+        plane_widths: Bits of each code in the plane at `p`, and optionally the higher bits in the plane at `h`.
+        table: Lookup table that maps each code to a byte.
+        to_bit: The lowest bit of the codes in each byte of the result.
     """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def load_codes_of_planes(b, p, h):
-        vectors = _unpack_fields(b, p, widths[0], to)
-        for high in widths[1:]:
-            vectors = [b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, widths[0] + to), strict=True)]
+        vectors = _unpack_fields(b, p, plane_widths[0], to_bit)
+        for high in plane_widths[1:]:
+            vectors = [
+                b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, plane_widths[0] + to_bit), strict=True)
+            ]
         if table is not None:
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)
@@ -106,14 +108,14 @@ def make_code_loader(widths: tuple[int, ...], table: Intrinsic | None = None, to
     return load_codes_of_planes
 
 
-def _unpack_fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
-    """Return eight vectors of fields of a plane, with the fields moved to bit `to` of each byte.
+def _unpack_fields(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
+    """Return eight vectors with one bit field of a plane in each byte, at bit `to_bit`.
 
-    Vector j is field ``j % fields`` of each byte of plane vector ``j // fields``.
+    Vector j has field ``j % fields`` of each byte of plane vector ``j // fields``, with ``fields = 8 // width``.
     """
     fields = 8 // width
     vectors = [simd.load_bytes.body(b, _offset_address(b, plane, 64 * i)) for i in range(width)]
-    return [move_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(CODE_VECTORS)]
+    return [move_bits(b, vectors[j // fields], j % fields * width, width, to_bit) for j in range(CODE_VECTORS)]
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE)
@@ -133,7 +135,7 @@ first_codes, second_codes = (
     )
     for start in (0, CODE_VECTORS)
 )
-"""Return the codes of the first and of the second block of two."""
+"""Intrinsics that return the codes of the first block and of the second block of two packed blocks."""
 
 
 # ------------------------------------------------------------------------------------------------ rows at a time
@@ -144,12 +146,13 @@ UNKNOWN_CODES = WeightCodes()
 
 @dataclass(frozen=True, slots=True)
 class DotTile:
-    """Intrinsics for some rows of activations by one or two groups of 16 weight rows.
+    """Intrinsics for a register tile: sums of several rows of activations by one or two groups of 16 weight rows.
 
-    The addresses of the rows are one value. The codes, scales and biases of each group are arguments of their own.
+    The addresses of the activation rows are one value. The codes, scales and biases of each group are separate
+    arguments.
 
-    - ``row_addresses(p, step, n)``: every `step` bytes from `p`; the last of `n` rows replaces missing ones.
-    - ``row_addresses_by_slot(slots, n, used, shared, p, step)``: rows that the slots of a mixture read.
+    - ``row_addresses(p, step, n)``: rows every `step` bytes from `p`; the last of `n` rows replaces missing rows.
+    - ``row_addresses_by_slot(slots, n, used, shared, p, step)``: rows that the slots of a mixture of experts read.
     - ``add_dot_products(acc, codes..., first..., second..., rows, at)``: add products with the records at `at`, times
       the scales of both halves of the columns. ``add_centred_dot_products`` subtracts the zero point from the codes.
     - ``add_biases(acc, biases..., rows, at)``: add the biases times the float32 at `at`.
@@ -182,18 +185,20 @@ class DotTile:
 
 
 @cache
-def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -> DotTile:
-    """Make a tile of `count` activation rows by `groups` of 16 weight rows; the sums of the first row come first.
+def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN_CODES) -> DotTile:
+    """Make the intrinsics of a register tile of activation rows by groups of 16 weight rows.
+
+    The tile has one vector of float32 sums for each row and group, ordered by row.
 
     Args:
-        count: Rows of activations.
-        groups: Groups of 16 rows of the weight.
+        row_count: Number of activation rows.
+        group_count: Number of groups of 16 weight rows.
         codes: Properties of the weight codes.
     """
     known = codes
-    rows_of = vector_tuple_type(ADDRESS, count)
-    sums_of = vector_tuple_type(FLOATS, count * groups)
-    places = [(i, g) for i in range(count) for g in range(groups)]
+    rows_of = vector_tuple_type(ADDRESS, row_count)
+    sums_of = vector_tuple_type(FLOATS, row_count * group_count)
+    places = [(i, g) for i in range(row_count) for g in range(group_count)]
     # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
     together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
 
@@ -203,13 +208,13 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
 
     @intrinsic(rows_of, ADDRESS, ADDRESS, ADDRESS)
     def row_addresses(b, p, step, n):
-        return pack_vectors(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(count)])
+        return pack_vectors(b, [b.add(p, b.mul(step, clamp_row_number(b, i, n))) for i in range(row_count)])
 
     @intrinsic(rows_of, *[ADDRESS] * 6)
     def row_addresses_by_slot(b, slots, n, used, shared, p, step):
         own = [
             simd.load_int.body(b, b.add(slots, b.mul(clamp_row_number(b, i, n), ir.Constant(n.type, 4))))
-            for i in range(count)
+            for i in range(row_count)
         ]
         alone, before = [b.mul(slot, shared) for slot in own], b.block
         with b.if_then(
@@ -235,7 +240,7 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
     def dot_products(
         b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], loads_initial_sums: bool
     ) -> Any:
-        """Return the dot products of some halves by half, row and group."""
+        """Return the int32 dot products of the given column halves, by half, row and group."""
         first = {
             half: [
                 _initial_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None) for record in records
@@ -249,14 +254,16 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
                 weights = [products.prepare_weight(vector[column]) for vector in vectors]
                 for i, record in enumerate(records):
                     four = splat_4_bytes.body(b, _offset_address(b, record, 4 * column))
-                    for g in range(groups):
+                    for g in range(group_count):
                         products.add((half, i, g), weights[g], four)
         return products.finish()
 
     def make_add_products(loads_initial_sums: bool) -> Intrinsic:
-        @intrinsic(sums_of, sums_of, *[CODES_TYPE] * groups, *[FLOATS] * (COLUMN_HALVES * groups), rows_of, ADDRESS)
+        @intrinsic(
+            sums_of, sums_of, *[CODES_TYPE] * group_count, *[FLOATS] * (COLUMN_HALVES * group_count), rows_of, ADDRESS
+        )
         def add_products(b, acc, *operands):
-            codes, scales, (rows, at) = operands[:groups], operands[groups:-2], operands[-2:]
+            codes, scales, (rows, at) = operands[:group_count], operands[group_count:-2], operands[-2:]
             vectors, records = (
                 [unpack_vectors(b, c) for c in codes],
                 [_record_address(b, row, at) for row in unpack_vectors(b, rows)],
@@ -277,20 +284,20 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
                 ):  # one scale: some processors have units that only add
                     products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
                 for half, terms in zip(halves, products, strict=False):
-                    own = scales[half * groups :]
+                    own = scales[half * group_count :]
                     sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
             return pack_vectors(b, sums)
 
         return add_products
 
-    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    @intrinsic(sums_of, sums_of, *[FLOATS] * group_count, rows_of, ADDRESS)
     def add_biases(b, acc, *operands):
         *biases, rows, at = operands
         sums = splat_rows(b, rows, at)
         pairs = zip(places, unpack_vectors(b, acc), strict=True)
         return pack_vectors(b, [simd.fma.body(b, biases[g], sums[i], total) for (i, g), total in pairs])
 
-    @intrinsic(sums_of, sums_of, *[FLOATS] * groups, rows_of, ADDRESS)
+    @intrinsic(sums_of, sums_of, *[FLOATS] * group_count, rows_of, ADDRESS)
     def add_outer_product(b, acc, *operands):
         *weights, rows, at = operands
         values = splat_rows(b, rows, at)
@@ -332,12 +339,12 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
 
     @intrinsic(NOTHING, rows_of, sums_of, ADDRESS)
     def store_rows(b, rows, acc, left):
-        whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * groups))
+        whole = b.icmp_signed(">=", left, ir.Constant(left.type, LANES * group_count))
         with b.if_else(whole) as (then, otherwise):
             with then:
                 store_vectors(b, rows, acc, lambda to, _, total: simd.store.body(b, to, total))
             with otherwise:
-                lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(groups)]
+                lefts = [b.sub(left, ir.Constant(left.type, LANES * g)) for g in range(group_count)]
                 store_vectors(b, rows, acc, lambda to, g, total: simd.store_first_lanes.body(b, to, total, lefts[g]))
 
     @intrinsic(sums_of, rows_of)
@@ -374,8 +381,11 @@ def make_dot_tile(count: int, groups: int, codes: WeightCodes = UNKNOWN_CODES) -
     )
 
 
-def _initial_sum(b: Any, record: Any, start: int | None) -> Any:
-    """Return the initial value of dot products: the constant, or the int32 at offset `start` of the record."""
-    if start is None:
+def _initial_sum(b: Any, record: Any, offset: int | None) -> Any:
+    """Emit the initial int32 lanes of a dot product: a number at `offset` of the record, or a constant.
+
+    Without `offset` the constant `ONE_AND_A_HALF_BITS` is the initial value.
+    """
+    if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)
-    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address(b, record, start)))
+    return simd.splat_int.body(b, simd.load_int.body(b, _offset_address(b, record, offset)))

@@ -1,6 +1,6 @@
-"""Numbers of 16 bits in memory, float16 or bfloat16 (the upper half of a float32), which are float32 in registers.
+"""Loads, stores and rounding of 16-bit floats: float16 or bfloat16 in memory, float32 in registers.
 
-Operations take the first of 16 numbers, or one number.
+A bfloat16 is the upper half of a float32. Operations access 16 consecutive numbers, or one number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _ints(value: int) -> ir.Constant:
 
 
 def _first_lanes_mask(b: Any, count: Any) -> Any:
-    """Return the mask of the lanes below `count`."""
+    """Return the boolean mask of the first `count` lanes."""
     every = b.insert_element(ir.Constant(_I, ir.Undefined), b.trunc(count, _i32), ir.Constant(_i32, 0))
     every = b.shuffle_vector(every, every, _ints(0))
     return b.icmp_signed("<", ir.Constant(_I, list(range(LANES))), every)
@@ -45,59 +45,62 @@ def _store_first(b: Any, a: Any, shorts: Any, count: Any) -> None:
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_first_f16(b, a, count):
-    """Load the first `count` float16; the other lanes are zero, and their memory is not accessed."""
-    return b.fpext(b.bitcast(_load_first(b, a, count), _HALVES), _F)
+def load_first_f16(b, address, count):
+    """Load the first `count` float16 as float32 lanes; other lanes are 0, and their memory is not accessed."""
+    return b.fpext(b.bitcast(_load_first(b, address, count), _HALVES), _F)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_first_bf16(b, a, count):
-    """Load the first `count` bfloat16; the other lanes are zero, and their memory is not accessed."""
-    return b.bitcast(b.shl(b.zext(_load_first(b, a, count), _I), _ints(16)), _F)
+def load_first_bf16(b, address, count):
+    """Load the first `count` bfloat16 as float32 lanes; other lanes are 0, and their memory is not accessed."""
+    return b.bitcast(b.shl(b.zext(_load_first(b, address, count), _I), _ints(16)), _F)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_first_f16(b, a, v, count):
-    """Store the first `count` lanes as float16, rounded to nearest, ties to even."""
-    _store_first(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
+def store_first_f16(b, address, vector, count):
+    """Store the first `count` float32 lanes as float16, rounded to nearest, ties to even."""
+    _store_first(b, address, b.bitcast(b.fptrunc(vector, _HALVES), _SHORTS), count)
 
 
-def _bf16_bits(b: Any, v: Any) -> Any:
-    """Return the bits of a float32. Their upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
-    bits = b.bitcast(v, _I)
+def _bf16_bits(b: Any, vector: Any) -> Any:
+    """Round float32 lanes to bfloat16, ties to even, and return their bits; NaN stays NaN.
+
+    The upper half of each int32 lane is the bfloat16. The lower half is arbitrary.
+    """
+    bits = b.bitcast(vector, _I)
     odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
     nearest = b.add(bits, b.add(odd, _ints(0x7FFF)))
     quiet = b.or_(bits, _ints(0x400000))
-    return b.select(b.fcmp_unordered("uno", v, v), quiet, nearest)
+    return b.select(b.fcmp_unordered("uno", vector, vector), quiet, nearest)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_first_bf16(b, a, v, count):
-    """Store the first `count` lanes as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
-    _store_first(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
+def store_first_bf16(b, address, vector, count):
+    """Store the first `count` float32 lanes as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
+    _store_first(b, address, b.trunc(b.lshr(_bf16_bits(b, vector), _ints(16)), _SHORTS), count)
 
 
 @intrinsic(FLOATS, FLOATS)
-def round_to_half(b, v):
-    """Round each lane to the nearest float16, ties to even."""
-    return b.fpext(b.fptrunc(v, _HALVES), _F)
+def round_to_half(b, vector):
+    """Round each float32 lane to the nearest float16 value, ties to even; the result is float32."""
+    return b.fpext(b.fptrunc(vector, _HALVES), _F)
 
 
 @intrinsic(FLOATS, FLOATS)
-def round_to_bf16(b, v):
-    """Round each lane to the nearest bfloat16, ties to even."""
-    return b.bitcast(b.and_(_bf16_bits(b, v), _ints(-0x10000)), _F)
+def round_to_bf16(b, vector):
+    """Round each float32 lane to the nearest bfloat16 value, ties to even; the result is float32."""
+    return b.bitcast(b.and_(_bf16_bits(b, vector), _ints(-0x10000)), _F)
 
 
 @intrinsic(FLOATS, ADDRESS)
-def splat_f16(b, a):
-    """Load one float16 and repeat it in every lane."""
-    one = b.load(b.inttoptr(a, ir.HalfType().as_pointer()), align=2)
+def splat_f16(b, address):
+    """Load one float16 from `address` and repeat it, as float32, in all 16 lanes."""
+    one = b.load(b.inttoptr(address, ir.HalfType().as_pointer()), align=2)
     return splat.body(b, b.fpext(one, ir.FloatType()))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_f16(b, a, v):
-    """Store the first lane as float16."""
-    half = b.fptrunc(lane_0.body(b, v), ir.HalfType())
-    b.store(half, b.inttoptr(a, half.type.as_pointer()), align=2)
+def store_f16(b, address, vector):
+    """Store lane 0 of a float32 vector as one float16."""
+    half = b.fptrunc(lane_0.body(b, vector), ir.HalfType())
+    b.store(half, b.inttoptr(address, half.type.as_pointer()), align=2)

@@ -1,13 +1,13 @@
-"""Sums of products of unsigned weight codes and signed activations, by the best instructions of the processor.
+"""Code for int8 dot products of unsigned weight codes and signed activations, by the best instructions of the target.
 
-1. Some processors add four such products to a sum at once.
-2. Others do so only for two signed numbers.
-3. Others multiply bytes into 16-bit sums of two products. A few such sums can be added before they are widened: the
-   larger the codes, the fewer.
-4. Without such instructions, bytes are widened to 16 bits before they are multiplied.
+1. Some processors have an instruction that adds four products of an unsigned and a signed byte to a 32-bit sum.
+2. Other processors have such an instruction for two signed bytes only.
+3. Other processors multiply bytes into 16-bit sums of two products. A few 16-bit sums can be added before the code
+   widens the result to 32 bits. The number of 16-bit sums decreases with the largest code.
+4. Without such instructions the code widens bytes to 16 bits before the multiplication.
 
-For codes up to 255 not even one 16-bit sum is safe, and the codes are not signed bytes. Then the zero point is
-subtracted from the codes first and not from the sum.
+Codes up to 255 are not signed bytes, and a single 16-bit sum of such products may overflow. For these codes the zero
+point is subtracted from the codes before the multiplication, and not from the sum.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from .vectors import bytes_of
 
 _i8, _i16, _i32 = (ir.IntType(n) for n in (8, 16, 32))
 MAX_ACTIVATION = 127
-"""The largest magnitude of an activation."""
+"""The largest absolute value of an 8-bit activation."""
 SIGN_INSTRUCTION = "llvm.x86.avx2.psign.b"
-"""Negates bytes where others are negative. AVX-512 has no such instruction, and to widen all bytes is faster there."""
+"""LLVM name of the AVX2 instruction that negates the bytes of one operand where the other operand is negative.
+
+AVX-512 has no such instruction. Widening of all bytes is faster on AVX-512.
+"""
 SDOT_INSTRUCTION = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-"""Takes 16 bytes of two signed numbers."""
+"""LLVM name of the Arm instruction that adds four products of two signed bytes to each lane; operands have 16 bytes."""
 PAIR_INSTRUCTIONS: Mapping[str, tuple[int, str, str]] = MappingProxyType(
     {
         "avx512bw": (64, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
         "avx2": (32, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     }
 )
-"""By CPU feature: the bytes of an operand, the instruction for 16-bit sums of two products, and the one that widens.
+"""By CPU feature: operand bytes, the instruction for 16-bit sums of two products, and the widening instruction.
 
-The second instruction adds two 16-bit sums into 32 bits.
+The widening instruction adds two 16-bit sums into 32 bits.
 """
 
 
@@ -48,7 +51,7 @@ def _find_pair_instructions() -> tuple[int, str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """Properties of weight codes: the largest code, the zero point, and whether half blocks have own scales."""
+    """Properties of weight codes: largest code, zero point, and whether half blocks have scales of their own."""
 
     max_code: int = 255
     zero_point: int = 0
@@ -56,12 +59,12 @@ class WeightCodes:
 
     @property
     def max_16_bit_sums(self) -> int:
-        """The number of sums of two products that fit into 16 bits."""
+        """The number of sums of two products that can be added in 16 bits without overflow."""
         return 0x7FFF // (2 * MAX_ACTIVATION * self.max_code)
 
     @property
     def uses_signed_codes(self) -> bool:
-        """Whether products use codes minus the zero point on this processor."""
+        """Whether dot products on this processor use centred codes: codes minus the zero point."""
         fits = 0 < self.zero_point <= MAX_ACTIVATION + 1 and self.max_code - self.zero_point <= MAX_ACTIVATION
         if has_dot4() or not fits:
             return False
@@ -73,7 +76,10 @@ class WeightCodes:
 
 
 class DotProducts:
-    """Sums of products by place, while code that computes them is emitted; `sums` are their initial values."""
+    """Emitter of LLVM code for several int8 dot products, each with a sum of 16 int32 lanes under a key.
+
+    `sums` has the initial values by key.
+    """
 
     def __init__(self, b: Any, codes: WeightCodes, sums: dict[Any, Any]) -> None:
         self.b, self.codes, self.sums = b, codes, sums
@@ -89,38 +95,44 @@ class DotProducts:
         self._short_sums: dict[Any, tuple[int, Any]] = {}
 
     def prepare_weight(self, codes: Any) -> tuple[Any, Any]:
-        """Return a vector of codes in the form that `add` takes: factors, and the signs that the factors have lost.
+        """Return a vector of weight codes in the form that `emit_dot4` needs: 8-bit factors, and signs or None.
 
-        Several rows of activations may use the result.
+        With pair instructions, centred codes become magnitudes, and the second value has their signs. The result serves
+        several rows of activations.
         """
         if not self._uses_signed_codes:
             return codes, None
         less = self.b.sub(codes, bytes_of(self.codes.zero_point))
         return (absolute_bytes.body(self.b, less), less) if self._pair_instructions else (less, None)
 
-    def add(self, place: Any, weight: tuple[Any, Any], s: Any) -> None:
-        """Add ``weight[4 i + k] * s[4 i + k]`` for k = 0 to 3 to each 32-bit lane i of the sum at `place`.
+    def add(self, key: Any, weight: tuple[Any, Any], activations: Any) -> None:
+        """Emit code that adds four adjacent products of weight codes and activations to each lane of the sum `key`.
 
-        `weight` is a pair: the 8-bit factors and their signs. `s` has the 8-bit activations.
+        Lane i of the sum gains ``weight[4 i + k] * activations[4 i + k]`` for k = 0 to 3.
+
+        Args:
+            key: Key of the sum.
+            weight: Pair of 8-bit factors and their signs, from `prepare_weight_codes`.
+            activations: Signed 8-bit activations.
         """
         b, (factors, signs) = self.b, weight
         if self._pair_instructions is None:
             if has_dot4() or not self._uses_dot4:
-                self.sums[place] = dot4.body(b, self.sums[place], factors, s)
+                self.sums[key] = dot4.body(b, self.sums[key], factors, activations)
             else:
-                self.sums[place] = apply_per_register(b, SDOT_INSTRUCTION, _i32, 16, self.sums[place], factors, s)
+                self.sums[key] = apply_per_register(b, SDOT_INSTRUCTION, _i32, 16, self.sums[key], factors, activations)
             return
         size, two, _ = self._pair_instructions
         if signs is not None:
-            s = apply_per_register(b, SIGN_INSTRUCTION, _i8, size, s, signs)
-        x = apply_per_register(b, two, _i16, size, factors, s)
-        count, before = self._short_sums.get(place, (0, None))
-        self._short_sums[place] = count + 1, x if before is None else b.add(before, x)
+            activations = apply_per_register(b, SIGN_INSTRUCTION, _i8, size, activations, signs)
+        x = apply_per_register(b, two, _i16, size, factors, activations)
+        count, before = self._short_sums.get(key, (0, None))
+        self._short_sums[key] = count + 1, x if before is None else b.add(before, x)
         if count + 1 == max(1, self.codes.max_16_bit_sums):
-            self._widen_short_sum(place)
+            self._widen_short_sum(key)
 
     def finish(self) -> dict[Any, Any]:
-        """Return the sums."""
+        """Emit code that adds the pending 16-bit sums, and return the sums by key."""
         for place in list(self._short_sums):
             self._widen_short_sum(place)
         return self.sums

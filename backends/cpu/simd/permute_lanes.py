@@ -1,4 +1,4 @@
-"""Reordering of lanes: every fourth lane, even and odd lanes, sums of adjacent lanes, transposes."""
+"""Reordering of lanes: every fourth lane, even and odd lanes, sums of lane pairs, transposes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
 def _make_shuffle(order: Sequence[int]) -> Intrinsic:
-    """Make an intrinsic for the lanes of two vectors in a given order; lanes of the second have numbers from 16 on."""
+    """Make an intrinsic that shuffles the lanes of two vectors into `order`; 16 and up is the second vector."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 
@@ -36,12 +36,12 @@ evens, odds = (_make_shuffle(range(j, 2 * LANES, 2)) for j in (0, 1))
 first_pairs, last_pairs = (_make_shuffle([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
 
 
-def _make_every_fourth(j: int) -> Intrinsic:
-    """Make an intrinsic for every fourth of 64 numbers in four vectors, from number `j`."""
+def _make_every_fourth(first: int) -> Intrinsic:
+    """Make an intrinsic that selects every fourth of the 64 lanes of four vectors, beginning with lane `first`."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
     def select_every_fourth(b, p, q, r, s):
-        eight = ir.Constant(ir.VectorType(_i32, 8), [j + 4 * i for i in range(8)])
+        eight = ir.Constant(ir.VectorType(_i32, 8), [first + 4 * i for i in range(8)])
         low, high = b.shuffle_vector(p, q, eight), b.shuffle_vector(r, s, eight)
         return b.shuffle_vector(low, high, ir.Constant(_I, list(range(16))))
 
@@ -52,7 +52,10 @@ fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth(j) for j in range(4
 
 
 def _make_pairwise_sum(distance: int) -> Intrinsic:
-    """Make an intrinsic that adds lanes `distance` apart, first of x and then of y in each pair of runs."""
+    """Make an intrinsic that adds lanes `distance` apart in two vectors and joins both results in one vector.
+
+    The sums of x come before the sums of y within each pair of runs of `distance` lanes.
+    """
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def add_lane_pairs(b, x, y):
@@ -67,8 +70,8 @@ fold_8, fold_4, fold_2, fold_1 = map(_make_pairwise_sum, (8, 4, 2, 1))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def transpose_16x16(b, source, step, to, pace):
-    """Transpose 16 rows of 16 numbers, `step` bytes apart, into 16 rows `pace` bytes apart."""
+def transpose_16x16(b, source, step, destination, destination_step):
+    """Transpose a 16 x 16 matrix of float32 in memory; rows are `step` and `destination_step` bytes apart."""
 
     def row_address(base: Any, stride: Any, i: int) -> Any:
         return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
@@ -76,14 +79,14 @@ def transpose_16x16(b, source, step, to, pace):
     for i, column in enumerate(
         transpose_vectors(b, [load.body(b, row_address(source, step, i)) for i in range(LANES)])
     ):
-        store.body(b, row_address(to, pace, i), column)
+        store.body(b, row_address(destination, destination_step, i), column)
 
 
 def _make_partial_transpose(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """Make ``(source, step, rows, columns, to)``: transpose up to 16 rows of up to 16 columns into 16 float32 columns.
+    """Make an intrinsic that transposes up to 16 rows of up to 16 numbers into 16 rows of 16 float32.
 
-    Rows are `step` bytes apart; the columns are dense. The last row replaces missing rows, zeros replace missing
-    columns.
+    The intrinsic is ``(source, step, rows, columns, to)``. Source rows are `step` bytes apart, and the result is dense.
+    The last row replaces missing rows. Zeros replace missing columns if `load_row` loads zeros.
     """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
@@ -103,13 +106,13 @@ transpose_f16 = _make_partial_transpose(lambda b, a, _: load_f16.body(b, a))
 transpose_bf16 = _make_partial_transpose(lambda b, a, _: load_bf16.body(b, a))
 
 
-def transpose_vectors(b: Any, rows: Sequence[Any]) -> list[Any]:
-    """Return 16 vectors, each with one lane of all given vectors."""
-    rows, lanes = list(rows), range(LANES)
+def transpose_vectors(b: Any, vectors: Sequence[Any]) -> list[Any]:
+    """Transpose 16 vectors of 16 lanes: return 16 vectors, vector i with lane i of all vectors."""
+    vectors, lanes = list(vectors), range(LANES)
     for distance in (8, 4, 2, 1):
         low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])
         high = ir.Constant(_I, [i + distance if not i & distance else i + LANES for i in lanes])
         for i in (i for i in lanes if not i & distance):
-            pair = rows[i], rows[i + distance]
-            rows[i], rows[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
-    return rows
+            pair = vectors[i], vectors[i + distance]
+            vectors[i], vectors[i + distance] = (b.shuffle_vector(*pair, order) for order in (low, high))
+    return vectors

@@ -1,6 +1,6 @@
-"""Transposes of the integers of 16 rows of blocks into columns of four, as `dot4` takes them.
+"""Transposes of int8 and int4 blocks: 16 rows become columns of four bytes per row, as `dot4` needs them.
 
-The integers become unsigned: they are shifted by half their range.
+The integers become unsigned: the lowest integer becomes 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ def _concat_vectors(b: Any, x: Any, y: Any) -> Any:
 
 
 def _load_8_bit_blocks(b: Any, first: Any, second: Any) -> Any:
-    """Load the signed bytes of two blocks, plus 128."""
+    """Load two blocks of 32 signed bytes as one vector of unsigned bytes: each byte plus 128."""
     return b.xor(_concat_vectors(b, _load_byte_run(b, first, 32), _load_byte_run(b, second, 32)), bytes_of(128))
 
 
 def _load_4_bit_blocks(b: Any, first: Any, second: Any) -> Any:
-    """Load the 4-bit integers of two blocks, plus 8: low halves of bytes are the first half of a block."""
+    """Load two blocks of 32 4-bit integers as one vector of unsigned bytes: each integer plus 8, as it is stored.
+
+    The low halves of the 16 bytes are the first half of a block.
+    """
     four = ir.VectorType(_i8, 16)
     low, high = (ir.Constant(four, [n] * 16) for n in (15, 4))
     runs = (_load_byte_run(b, first, 16), _load_byte_run(b, second, 16))
@@ -40,9 +43,10 @@ def _load_4_bit_blocks(b: Any, first: Any, second: Any) -> Any:
 
 
 def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """Make ``(source, step, last, second, to)``: transpose the integers of two blocks of 16 rows into 16 columns.
+    """Make an intrinsic that transposes two blocks of each of 16 rows into 16 columns of four bytes per row.
 
-    Rows are `step` bytes apart, blocks `second` bytes. Row `last` replaces missing rows.
+    The intrinsic is ``(source, step, last, second, to)``. Rows are `step` bytes apart, and the second block of a row is
+    `second` bytes after the first block. Row `last` replaces missing rows.
     """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
@@ -63,11 +67,11 @@ transpose_8_bit_blocks, transpose_4_bit_blocks = (
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def gather_f16(b, source, step, last, to):
-    """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` replaces missing ones."""
+def gather_f16(b, source, step, last, destination):
+    """Copy 16 float16 at a stride of `step` bytes to consecutive memory; number `last` replaces missing numbers."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):
         number = ir.Constant(_i64, i)
         at = b.add(source, b.mul(step, b.select(b.icmp_signed("<", number, last), number, last)))
         half = b.load(b.inttoptr(at, short), align=2)
-        b.store(half, b.inttoptr(b.add(to, ir.Constant(_i64, 2 * i)), short), align=2)
+        b.store(half, b.inttoptr(b.add(destination, ir.Constant(_i64, 2 * i)), short), align=2)

@@ -1,9 +1,9 @@
 """Vector operations of kernels: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
 
-Each operation is a few lines for LLVM's builder. They are plain vector code, valid on every target: LLVM splits vectors
-that are too long for the processor. Nothing here imports Numba. `compiler` makes functions of these declarations when a
-kernel has to be compiled. Kernels call an operation with values, ``store(p, v)``. Other operations call its body with a
-builder before the values, ``store.body(b, p, v)``.
+An operation emits plain LLVM vector code, which is valid on every target: LLVM splits vectors that are too long for the
+processor. The module does not import Numba. `compiler` makes Numba functions of the operations when it compiles a
+kernel. Kernels call an operation with values, ``store(p, v)``. Other operations call the body with a builder before the
+values, ``store.body(b, p, v)``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8
 _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
 
 
-def vector_tuple_type(kind: str, count: int) -> str:
-    """Return the type name of `count` values as one value."""
-    return f"{kind}*{count}"
+def vector_tuple_type(element_type: str, count: int) -> str:
+    """Format the type name of a tuple of `count` elements, such as ``f32x16*4``; it is an LLVM array."""
+    return f"{element_type}*{count}"
 
 
 def llvm_type(name: str) -> ir.Type:
@@ -38,7 +38,7 @@ def llvm_type(name: str) -> ir.Type:
 
 @dataclass(frozen=True, slots=True)
 class Intrinsic:
-    """An operation: the type names of its result and operands, and its body for an LLVM builder."""
+    """A vector operation for kernels: type names of result and operands, and the function that emits its LLVM IR."""
 
     result: str
     operands: tuple[str, ...]
@@ -48,13 +48,13 @@ class Intrinsic:
         raise TypeError("an intrinsic runs in compiled kernels only")
 
 
-def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Intrinsic]:
-    """Return a decorator for a body ``(builder, *values) -> value``."""
-    return lambda body: Intrinsic(result, operands, body)
+def intrinsic(result_type: str, *operand_types: str) -> Callable[[Callable[..., Any]], Intrinsic]:
+    """Return a decorator that makes an `Intrinsic` of a body ``(builder, *values) -> value``."""
+    return lambda body: Intrinsic(result_type, operand_types, body)
 
 
 FEW_REGISTERS, MANY_REGISTERS = 8, 32
-"""Vectors of 64 bytes that the registers hold, without and with AVX-512."""
+"""Number of 64-byte vectors that the vector registers hold: without AVX-512, and with AVX-512."""
 
 
 def count_vector_registers() -> int:
@@ -100,23 +100,23 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
 
 
 call_generic = _call
-"""Call an instruction that LLVM has for every processor: ``(b, name, result, *values)``."""
+"""Emit a call of an LLVM intrinsic that every processor has: ``(b, name, result, *values)``."""
 FOREIGN_PREFIX = "hocket.of."
-"""Prefix of an instruction of another architecture while Numba makes code for this one."""
+"""Prefix of LLVM intrinsics of another architecture, while Numba generates code for this architecture."""
 
 
-def call_llvm(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """Call an instruction by its name in LLVM."""
+def call_llvm(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any:
+    """Emit a call of the LLVM intrinsic `name`, which may be specific to the target processor."""
     if is_native():
-        return _call(b, name, result, *values)
+        return _call(b, name, result_type, *values)
     import llvmlite.binding as llvm
 
     llvm.add_symbol(FOREIGN_PREFIX + name, 1)  # Numba links functions that are never called
-    return _call(b, FOREIGN_PREFIX + name, result, *values)
+    return _call(b, FOREIGN_PREFIX + name, result_type, *values)
 
 
 def _first_lanes_mask(b: Any, count: Any) -> Any:
-    """Return the mask of the lanes below `count` (an address-sized integer)."""
+    """Return the boolean mask of the first `count` lanes; `count` is an address-sized integer."""
     lanes = ir.Constant(_I, list(range(LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
 
@@ -125,15 +125,15 @@ def _first_lanes_mask(b: Any, count: Any) -> Any:
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS)
-def load_word(b, block, index):
-    """Load word `index` of an argument block."""
-    return b.load(b.gep(_pointer(b, block, _i64), [index]))
+def load_word(b, argument_block, index):
+    """Load the 64-bit argument at `index` of the argument block of a kernel."""
+    return b.load(b.gep(_pointer(b, argument_block, _i64), [index]))
 
 
 @intrinsic(FLOAT, ADDRESS, ADDRESS)
-def load_float_word(b, block, index):
-    """Load the float32 that has the low half of a word as its bits."""
-    return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, block, _i64), [index])), _i32), _f32)
+def load_float_word(b, argument_block, index):
+    """Load the float32 argument at `index` of an argument block: the low 32 bits of its word."""
+    return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, argument_block, _i64), [index])), _i32), _f32)
 
 
 load_scalar = intrinsic(FLOAT, ADDRESS)(lambda b, a: _load(b, a, _f32, 4))
@@ -159,9 +159,9 @@ store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v,
 
 
 @intrinsic(FLOATS, ADDRESS)
-def load_bf16(b, a):
-    """Load 16 bfloat16, the upper halves of float32."""
-    wide = b.zext(_load(b, a, ir.VectorType(_i16, 16), 2), _I)
+def load_bf16(b, address):
+    """Load 16 consecutive bfloat16 as 16 float32 lanes."""
+    wide = b.zext(_load(b, address, ir.VectorType(_i16, 16), 2), _I)
     return b.bitcast(b.shl(wide, _const(_I, 16)), _F)
 
 
@@ -169,72 +169,71 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 
 
 @intrinsic(INTS, ADDRESS)
-def load_u8_lanes(b, a):
-    """Load 16 unsigned bytes, one per lane."""
-    return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
+def load_u8_lanes(b, address):
+    """Load 16 unsigned bytes, zero-extended to one int32 lane each."""
+    return b.zext(_load(b, address, ir.VectorType(_i8, 16), 1), _I)
 
 
 load_u16_lanes = intrinsic(INTS, ADDRESS)(lambda b, a: b.zext(_load(b, a, ir.VectorType(_i16, 16), 1), _I))
 
 
 @intrinsic(INTS, ADDRESS)
-def load_i8_lanes(b, a):
-    """Load 16 signed bytes, one per lane."""
-    return b.sext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
+def load_i8_lanes(b, address):
+    """Load 16 signed bytes, sign-extended to one int32 lane each."""
+    return b.sext(_load(b, address, ir.VectorType(_i8, 16), 1), _I)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
-def load_first_lanes(b, a, count):
-    """Load the first `count` lanes; the others are zero, and their memory is not accessed."""
+def load_first_lanes(b, address, count):
+    """Load the first `count` float32 lanes; other lanes are 0, and their memory is not accessed."""
     mask = _first_lanes_mask(b, count)
-    where = _pointer(b, a, _F)
+    where = _pointer(b, address, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
-def load_first_lanes_or(b, a, count, otherwise):
-    """Load the first `count` lanes and take the others from `otherwise`."""
-    where = _pointer(b, a, _F)
-    return _call(
-        b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _first_lanes_mask(b, count), otherwise
-    )
+def load_first_lanes_or(b, address, count, otherwise):
+    """Load the first `count` float32 lanes, and take the other lanes from `otherwise`."""
+    where, mask = _pointer(b, address, _F), _first_lanes_mask(b, count)
+    return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, otherwise)
 
 
 @intrinsic(FLOATS, ADDRESS, INTS)
-def gather_lanes(b, a, offsets):
-    """Load each lane from its own offset in bytes after an address."""
+def gather_lanes(b, address, byte_offsets):
+    """Load 16 float32 from separate addresses: `address` plus the byte offset of each lane."""
     wide = ir.VectorType(_i64, LANES)
-    at = b.inttoptr(b.add(_splat(b, a, wide), b.sext(offsets, wide)), ir.VectorType(_f32.as_pointer(), LANES))
+    addresses = b.add(_splat(b, address, wide), b.sext(byte_offsets, wide))
+    at = b.inttoptr(addresses, ir.VectorType(_f32.as_pointer(), LANES))
     every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
     return _call(b, "llvm.masked.gather.v16f32.v16p0", _F, at, ir.Constant(_i32, 4), every, _const(_F, 0.0))
 
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
 def lane_indices(b, first, end):
-    """Return consecutive indices from `first`, one per lane; the last one before `end` replaces later ones."""
+    """Return the int32 indices `first`, ``first + 1``, ... in 16 lanes, clamped to at most ``end - 1``."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
     return b.select(b.icmp_signed("<", numbers, last), numbers, last)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_first_lanes(b, a, v, count):
-    """Store only the first `count` lanes."""
-    where = _pointer(b, a, _F)
-    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _first_lanes_mask(b, count))
+def store_first_lanes(b, address, vector, count):
+    """Store only the first `count` float32 lanes."""
+    where, mask = _pointer(b, address, _F), _first_lanes_mask(b, count)
+    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), vector, where, ir.Constant(_i32, 4), mask)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_streaming(b, a, v):
-    """Store past the caches, to an address that is a multiple of 64: for values that are not read soon."""
-    stored = b.store(v, _pointer(b, a, _F), align=64)
+def store_streaming(b, address, vector):
+    """Store 16 float32 past the caches (non-temporal); `address` is a multiple of 64 bytes."""
+    stored = b.store(vector, _pointer(b, address, _F), align=64)
     stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_i32, 1)]))
 
 
 @intrinsic(NOTHING, ADDRESS, INTS)
-def store_u8_lanes(b, a, v):
-    """Store the low bytes of 16 lanes."""
-    _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
+def store_u8_lanes(b, address, vector):
+    """Store the low byte of each int32 lane, 16 consecutive bytes."""
+    _store(b, address, b.trunc(vector, ir.VectorType(_i8, 16)), 1)
 
 
 @intrinsic(NOTHING, ADDRESS)
@@ -244,9 +243,9 @@ def prefetch(b, a):
 
 
 @intrinsic(NOTHING, ADDRESS)
-def prefetch_l2(b, a):
-    """Prefetch into the second cache."""
-    values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
+def prefetch_l2(b, address):
+    """Prefetch the cache line at `address` into the L2 cache."""
+    values = [_pointer(b, address, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
 
 
@@ -261,16 +260,16 @@ mul = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fmul(x, y))
 div = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fdiv(x, y))
 fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llvm.fma.v16f32", _F, x, y, z))
 maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
-"""The larger of two numbers, or the other one if one is NaN: for maxima that need not propagate NaN."""
+"""The larger lane of two, or the other lane if one is NaN: for maxima that need not propagate NaN."""
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
 clamp_min = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
-"""`x`, or `low` if it is larger; NaN stays NaN.
+"""`x`, or `low` if `low` is larger; NaN in `x` stays NaN.
 
-This is one instruction, ``max(low, x)``, which returns its second operand unless the first is larger.
+This is one instruction, ``max(low, x)``, which returns the second operand unless the first operand is larger.
 """
 clamp_max = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
 ieee_maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _F, x, y))
-"""The larger of two numbers, NaN if one is; +0 is larger than -0."""
+"""The larger lane of two, NaN if either is NaN; +0 is larger than -0."""
 ieee_minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minimum.v16f32", _F, x, y))
 absolute = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.fabs.v16f32", _F, x))
 square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32", _F, x))
@@ -287,7 +286,7 @@ round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint
 
 @intrinsic(INTS, FLOATS)
 def round_below_2_22(b, x):
-    """Round numbers below 2**22 to integers, ties to even, by the mantissa of their sum with 1.5 * 2**23."""
+    """Round float32 lanes of a magnitude below 2**22 to int32, ties to even: add 1.5 * 2**23 and take the mantissa."""
     shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
     return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
 
@@ -299,22 +298,22 @@ def zeros(b):
 
 @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
 def where_less(b, x, y, then, otherwise):
-    """Select lanes of `then` where ``x < y``, else of `otherwise` (also for NaN)."""
+    """Select lanes of `then` where ``x < y``, and lanes of `otherwise` elsewhere and for NaN."""
     return b.select(b.fcmp_ordered("<", x, y), then, otherwise)
 
 
 @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)
 def where_nonzero(b, x, then, otherwise):
-    """Select lanes of `then` where x is not 0 (also for NaN), else of `otherwise`."""
+    """Select lanes of `then` where `x` is not 0 or is NaN, and lanes of `otherwise` elsewhere."""
     return b.select(b.fcmp_unordered("!=", x, _const(_F, 0.0)), then, otherwise)
 
 
-def _make_choice(sign: str) -> Intrinsic:
-    """Make an intrinsic for the number of two for which ``x sign y`` holds; NaN if one of them is NaN."""
+def _make_choice(comparison: str) -> Intrinsic:
+    """Make an intrinsic that selects lane x if ``x comparison y``, else lane y; NaN if either lane is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def choose(b, x, y):
-        return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), b.select(b.fcmp_ordered(sign, x, y), x, y))
+        return b.select(b.fcmp_unordered("uno", x, y), b.fadd(x, y), b.select(b.fcmp_ordered(comparison, x, y), x, y))
 
     return choose
 
@@ -322,21 +321,21 @@ def _make_choice(sign: str) -> Intrinsic:
 larger, smaller = _make_choice(">"), _make_choice("<")
 
 
-def make_comparison(sign: str) -> Intrinsic:
-    """Make an intrinsic that is 1 where ``x sign y`` holds, else 0; for NaN only ``!=`` holds."""
+def make_comparison(comparison: str) -> Intrinsic:
+    """Make an intrinsic that returns 1.0 in lanes with ``x comparison y``, else 0.0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def compare_lanes(b, x, y):
-        compare = b.fcmp_unordered if sign == "!=" else b.fcmp_ordered
-        return b.select(compare(sign, x, y), _const(_F, 1.0), _const(_F, 0.0))
+        compare = b.fcmp_unordered if comparison == "!=" else b.fcmp_ordered
+        return b.select(compare(comparison, x, y), _const(_F, 1.0), _const(_F, 0.0))
 
     return compare_lanes
 
 
 @intrinsic(FLOATS, INTS)
-def power_of_two(b, n):
-    """Return ``2**n`` for n from -126 to 127."""
-    return b.bitcast(b.shl(b.add(n, _const(_I, 127)), _const(_I, 23)), _F)
+def power_of_two(b, exponents):
+    """Return ``2.0**exponents`` of int32 exponents from -126 to 127, as float32 lanes."""
+    return b.bitcast(b.shl(b.add(exponents, _const(_I, 127)), _const(_I, 23)), _F)
 
 
 halve_ints = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
@@ -344,18 +343,18 @@ halve_ints = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def mask_with_negative_infinity(b, x, count):
-    """Keep the first `count` lanes and set the others to -inf."""
+    """Keep the first `count` lanes of `x`, and set the other lanes to -inf."""
     return b.select(_first_lanes_mask(b, count), x, _const(_F, float("-inf")))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def mask_with_zeros(b, x, count):
-    """Keep the first `count` lanes and set the others to 0."""
+    """Keep the first `count` lanes of `x`, and set the other lanes to 0."""
     return b.select(_first_lanes_mask(b, count), x, _const(_F, 0.0))
 
 
-def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
-    """Make an intrinsic that reduces all lanes in the order of a tree."""
+def _make_lane_reduction(combine: Callable[..., Any]) -> Intrinsic:
+    """Make an intrinsic that reduces the 16 lanes to a scalar with `combine`, as a binary tree."""
 
     @intrinsic(FLOAT, FLOATS)
     def reduce_lanes(b, x):
@@ -364,7 +363,7 @@ def _make_lane_reduction(join: Callable[..., Any]) -> Intrinsic:
             n //= 2
             half = ir.VectorType(_i32, n)
             low, high = (ir.Constant(half, list(range(start, start + n))) for start in (0, n))
-            x = join(b, b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+            x = combine(b, b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
         return b.extract_element(x, ir.Constant(_i32, 0))
 
     return reduce_lanes
@@ -379,25 +378,25 @@ lane_max, lane_min = _make_lane_reduction(larger.body), _make_lane_reduction(sma
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def greater_bits(b, x, y):
-    """Return one bit for each lane, from the lowest: whether ``x > y``."""
+    """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def not_less_or_equal_bits(b, x, y):
-    """Return one bit for each lane, from the lowest: whether ``x > y`` or one of them is NaN."""
+    """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`, or either is NaN."""
     return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, ADDRESS)
 def count_trailing_zeros(b, n):
-    """Count the zero bits below the lowest set bit; 64 for 0."""
+    """Count the zero bits below the lowest set bit of a 64-bit integer; 64 for 0."""
     return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(ADDRESS, ADDRESS)
 def count_leading_zeros(b, n):
-    """Count the zero bits above the highest set bit; 64 for 0."""
+    """Count the zero bits above the highest set bit of a 64-bit integer; 64 for 0."""
     return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
@@ -430,7 +429,7 @@ def _make_bytes_as_floats(first: int) -> Intrinsic:
 
 
 bytes_as_floats, next_bytes_as_floats = (_make_bytes_as_floats(first) for first in (0, LANES))
-"""Unsigned bytes 0 to 15 of a vector, a lane each; and bytes 16 to 31."""
+"""The unsigned bytes 0 to 15 of a vector as 16 float32 lanes; and the bytes 16 to 31."""
 
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))

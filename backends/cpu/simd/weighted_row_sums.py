@@ -1,6 +1,6 @@
-"""Weighted sums of consecutive rows, with four weights per row at once.
+"""Weighted sums of consecutive rows, with four weights per row, so four sums at once.
 
-A lane is a column of a transposed matrix, so no lanes have to be added.
+A lane is a column, so the sums need no reduction over lanes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .vectors import (
 
 SCALARS_PER_ROW = 4
 SUMS_TYPE = vector_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
-"""The largest number of sums; with few registers some stay unused."""
+"""Type of 16 vectors of sums, the largest number; processors with few registers leave some vectors unused."""
 
 
 def _rows_and_vectors() -> tuple[int, int]:
-    """Return the rows that are added in one step, and the vectors of each row.
+    """Choose the size of one step: the number of rows that it adds, and the number of vectors of each row.
 
-    With two rows an instruction does not wait for the sum before it.
+    With two rows an instruction does not wait for the previous sum.
     """
     return (2, 2) if count_vector_registers() == MANY_REGISTERS else (1, 1)
 
@@ -51,7 +51,7 @@ def rows_per_step(b):
 
 @intrinsic(ADDRESS)
 def bytes_per_step(b):
-    """Return the bytes of each row in one step."""
+    """Return the number of bytes of each row that one step adds."""
     return _address_constant(64 * _rows_and_vectors()[1])
 
 
@@ -61,14 +61,18 @@ def zero_sums(b):
 
 
 @intrinsic(SUMS_TYPE, SUMS_TYPE, *[ADDRESS] * 6)
-def add_weighted_rows(b, sums, at, pace, first, second, third, fourth):
-    """Add the next rows, which begin at `at`, `pace` bytes apart; the weights of each kind are adjacent."""
+def add_weighted_rows(b, sums, rows_address, row_stride, first_weights, second_weights, third_weights, fourth_weights):
+    """Add the next rows, each times its weight, to four weighted sums.
+
+    Rows begin at `rows_address` and are `row_stride` bytes apart. Each weights argument is the address of consecutive
+    float32 weights, one per row.
+    """
     rows, vectors = _rows_and_vectors()
     known = unpack_vectors(b, sums)
     for row in range(rows):
-        start = b.add(at, b.mul(pace, _address_constant(row)))
+        start = b.add(rows_address, b.mul(row_stride, _address_constant(row)))
         vectors_of_row = [load.body(b, b.add(start, _address_constant(64 * i))) for i in range(vectors)]
-        for kind, numbers in enumerate((first, second, third, fourth)):
+        for kind, numbers in enumerate((first_weights, second_weights, third_weights, fourth_weights)):
             by = splat_from.body(b, b.add(numbers, _address_constant(4 * row)))
             for i, vector in enumerate(vectors_of_row):
                 place = (row * SCALARS_PER_ROW + kind) * vectors + i
@@ -77,12 +81,14 @@ def add_weighted_rows(b, sums, at, pace, first, second, third, fourth):
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, SUMS_TYPE)
-def store_sums(b, to, pace, sums):
-    """Store the sums of each kind of weight, `pace` bytes apart."""
+def store_sums(b, address, row_stride, sums):
+    """Store the four weighted sums as rows that are `row_stride` bytes apart."""
     rows, vectors = _rows_and_vectors()
     known = unpack_vectors(b, sums)
     for kind in range(SCALARS_PER_ROW):
         for i in range(vectors):
             parts = [known[(row * SCALARS_PER_ROW + kind) * vectors + i] for row in range(rows)]
             whole = parts[0] if rows == 1 else add.body(b, *parts)
-            store.body(b, b.add(b.add(to, b.mul(pace, _address_constant(kind))), _address_constant(64 * i)), whole)
+            store.body(
+                b, b.add(b.add(address, b.mul(row_stride, _address_constant(kind))), _address_constant(64 * i)), whole
+            )

@@ -1,4 +1,4 @@
-"""The parts of a value that the threads own after a matmul was split by columns: columns, or heads."""
+"""Column splits: the columns or heads of a value that each thread owns after a matmul that was split by columns."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from .step_table import StepTableBuilder
 
 @dataclass(frozen=True, slots=True)
 class ColumnSplit:
-    """Thread i owns the columns (axis -1) or heads (axis -2) from ``axis_bounds[i]`` to ``axis_bounds[i + 1]``."""
+    """A split of a value over threads: thread i owns columns (axis -1) or heads (axis -2).
+
+    Thread i owns the indices from ``axis_bounds[i]`` to ``axis_bounds[i + 1]``.
+    """
 
     axis: int
     axis_bounds: Sequence[int]
     column_bounds: Sequence[int]
-    """The same bounds, always in columns."""
+    """The bounds in columns, also for a split by heads."""
 
     def slice_by_thread(self, x: Operand) -> list[Operand | None]:
-        """Return the slice of each thread, None for a thread without work.
+        """Return the slice of `x` that each thread owns, or None for a thread without work.
 
         An operand that broadcasts along the axis is returned whole.
         """
@@ -37,13 +40,13 @@ class ColumnSplit:
 def find_column_split(
     steps: StepTableBuilder, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False
 ) -> ColumnSplit | None:
-    """Return the split with which threads continue on their columns of a source; None if a barrier is needed.
+    """Return the column split of `out` that continues the split of a source; None if the next step needs a barrier.
 
     Args:
-        steps: The steps so far.
+        steps: The builder with the previous steps.
         sources: Operands of the next step.
         out: Result of the next step.
-        whole_rows: Whether no row of `out` may be split.
+        whole_rows: Whether each row of `out` must stay in one thread.
     """
     bounds = steps.find_column_bounds(sources)
     if bounds is None or not out.shape:

@@ -1,4 +1,4 @@
-"""Building of step tables, which compiled code replays: steps, the work of each thread, and barriers."""
+"""Builder of step tables, which compiled code replays: kernel calls, the work of each thread, and barriers."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from . import work_queue
 RUN_STATUS_REGION = Region(0, -1, 0)
 """Region that stands for "the run continues".
 
-A step that may stop the run writes it, and a step that writes a state reads it. So no thread writes a state after
-another thread has stopped the run at an earlier instruction; a rollback would not restore that state. Work queues read
-it, too: all threads of a step either take work items or leave the queue untouched.
+A step that may stop the run writes the region, and a step that writes a state reads it. So no thread writes a state
+after another thread has stopped the run at an earlier instruction; a rollback would not restore that state. Steps with
+work queues read the region, too: all threads of a step either take work items or leave the queue untouched.
 """
 
 
 MIN_SHARED_BYTES = 32 * 1024
-"""Minimum bytes that a step moves if threads share it."""
+"""Minimum bytes that a step moves if several threads share the step."""
 MAX_DUPLICATED_BYTES = 16 * 1024
 """Maximum bytes of a step that every thread repeats for itself, because a barrier would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadWork:
-    """The part of a step that one thread does: the words of the kernel, and all accesses except private memory."""
+    """The work of one thread in a step: argument words of the kernel, and all accesses except private memory."""
 
     words: Sequence[int]
     reads: Sequence[Operand]
@@ -46,10 +46,11 @@ class ThreadWork:
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """One kernel call: the words of each thread; None for a thread without work.
+    """One step of a table: a kernel call with the argument words of each thread, None for a thread without work.
 
-    `is_presplit` means that the words of a thread state its own part; if not, the kernel splits the work. `has_barrier`
-    means that threads wait for each other before the step. `instruction_number` is the number of its instruction.
+    - `is_presplit`: the words of a thread state the part of the thread. Otherwise the kernel splits the work.
+    - `has_barrier`: threads wait for each other before the step.
+    - `instruction_number`: the instruction of the program to which the step belongs.
     """
 
     kernel: Kernel
@@ -60,40 +61,40 @@ class TableStep:
 
 
 class TableMemory:
-    """Memory that belongs to step tables."""
+    """Memory that step tables own, such as scratch and constants."""
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of zeroed memory, aligned to a cache line."""
+        """Allocate zeroed memory that is aligned to a cache line, and return its address."""
         raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
         self._arrays.append(raw)
         return int(raw.ctypes.data + -raw.ctypes.data % ALIGNMENT)
 
     def fill(self, address: int, data: bytes) -> None:
-        """Write `data` to allocated memory."""
+        """Write `data` to allocated memory at `address`."""
         ctypes.memmove(address, data, len(data))
 
 
 ALL_THREADS = -1
-"""Stands for all threads, where a thread number is expected."""
+"""A thread number that stands for all threads."""
 ThreadRegions = list[tuple[Region, int]]
 
 
 @dataclass(slots=True)
 class StepTableBuilder:
-    """Builder of the steps of a table, with the memory that its tables own.
+    """Builder of step tables: it appends steps, puts barriers between steps, and allocates memory for the tables.
 
-    A barrier stands before a step in which a thread accesses bytes that another thread may still be writing, or writes
-    bytes that another thread may still be reading. The way a step is split keeps barriers rare:
+    The builder puts a barrier before a step in which a thread accesses bytes that another thread may still write, or
+    writes bytes that another thread may still read. Each method for steps splits the work so that barriers are rare:
 
-    - `add`: all threads share a step that moves many bytes; the kernel splits it. The first thread does a small step
-      alone.
+    - `add`: all threads share a step that moves many bytes; the kernel splits the step. The first thread does a small
+      step alone.
     - `add_queued`: threads take work items from a queue, for a step that takes long.
-    - `add_per_thread`: each thread has its own part. A step on columns of a product continues with the columns that the
-      thread wrote (`find_column_bounds`). Each thread computes for itself the values that all threads need next
-      (`take_private_memory`).
+    - `add_per_thread`: each thread has its own part. After a matmul that was split by columns, each thread continues
+      with the columns that it wrote (`find_column_bounds`). Each thread computes for itself the values that all threads
+      need next (`take_private_memory`).
     """
 
     threads: int
@@ -119,11 +120,11 @@ class StepTableBuilder:
         nbytes: int | None = None,
         stops: bool = False,
     ) -> None:
-        """Append a step.
+        """Append a step that all threads share if it moves many bytes, or that the first thread does alone.
 
         Args:
             kernel: The kernel.
-            words: Its argument words.
+            words: Argument words of the kernel.
             reads: All operands, except private memory.
             writes: All results, except private memory.
             nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
@@ -133,15 +134,15 @@ class StepTableBuilder:
         self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
     def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
-        """Return whether threads share a step with these accesses."""
+        """Return whether `add` shares a step with these operands and results among threads."""
         return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
 
     def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
-        """Append a step in which each thread does its own part; None for a thread without work."""
+        """Append a step in which each thread does its own part of the work; None for a thread without work."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
     def add_queued(self, kernel: Kernel, make_work: Callable[[int], ThreadWork]) -> None:
-        """Append a step with work items that threads take from a queue.
+        """Append a step with work items that the threads take from a queue.
 
         `make_work` returns the work of all threads for the address of the queue.
         """
@@ -173,7 +174,7 @@ class StepTableBuilder:
         return next((b for b in bounds if b is not None), None)
 
     def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
-        """Return whether each thread should repeat a small computation on these operands for itself."""
+        """Return whether operands are small enough that each thread may repeat a computation on them for itself."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
     def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
@@ -206,27 +207,27 @@ class StepTableBuilder:
         self.invalidate_regions([region for region, _ in written])
 
     def take_steps(self) -> list[TableStep]:
-        """Return the steps so far and begin another table."""
+        """Return the steps that were appended so far, and begin another table."""
         taken, self.steps = self.steps, []
         self._written_regions, self._read_regions, self._column_bounds = [], [], {}
         return taken
 
     def allocate_memory(self, nbytes: int) -> Operand:
-        """Allocate memory that lives as long as the tables, aligned to a cache line."""
+        """Allocate memory that is aligned to a cache line and lives as long as the tables."""
         self._last_private_buffer -= 1
         return Operand(
             self.table_memory.allocate(nbytes), Tensor(self._last_private_buffer, 0, (nbytes,), (1,), DType.I8)
         )
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Return the scratch for a purpose, shared by all steps that ask for it; later steps overwrite it."""
+        """Return scratch memory of `nbytes` bytes for `purpose`; all steps of that purpose overwrite it."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
             memory = self._scratch[purpose, nbytes] = self.allocate_memory(nbytes)
         return memory
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
-        """Return memory with the contents of `array`; equal bytes share one memory."""
+        """Return memory that holds the contents of `array` as long as the tables live; equal bytes share one memory."""
         data = array.tobytes()
         if data not in self._constants:
             self._constants[data] = memory = self.allocate_memory(len(data))
@@ -234,7 +235,10 @@ class StepTableBuilder:
         return self._constants[data]
 
     def take_private_memory(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
-        """Return memory for each thread, or one memory for all if `shared`, that holds no registered operand."""
+        """Return private memory for each thread, or one memory for all threads if `shared`.
+
+        The memory does not overlap operands that are registered as derived operands.
+        """
         registered_buffers = {o.tensor.buffer for known, _ in self._derived_operands.values() for o in known}
         for number in count():
             whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
@@ -244,16 +248,19 @@ class StepTableBuilder:
         raise AssertionError("never")
 
     def find_derived(self, key: Hashable) -> Sequence[Operand] | None:
-        """Return the operands of each thread under `key`; None if they or their sources have been overwritten."""
+        """Return the derived operands under `key`; None if these operands or their sources have been overwritten."""
         known = self._derived_operands.get(key)
         return None if known is None else known[0]
 
     def register_derived(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
-        """Register `operands` under `key` for later steps, until `operands` or `sources` are overwritten."""
+        """Register operands that were derived from `sources` under `key`, so that later steps use them.
+
+        The registration ends when a step overwrites `operands` or `sources`.
+        """
         self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
     def set_per_thread_value(self, operands: Sequence[Operand], value: Operand) -> None:
-        """Register `operands`, one operand for each thread, as the contents of `value`, which is not written."""
+        """Register operands that hold the contents of `value`, one for each thread; `value` itself is not written."""
         self.invalidate_regions([value.region])
         self.register_derived(("own", value.region), operands, [value])
 
@@ -263,7 +270,7 @@ class StepTableBuilder:
         return None if own is None else [with_layout_of(o, value) for o in own]
 
     def invalidate_regions(self, written: Sequence[Region]) -> None:
-        """Forget the registered operands and column bounds that these regions overlap."""
+        """Forget the derived operands and column bounds that overlap the written regions."""
         for region in [r for r in self._column_bounds if any(w.overlaps(r) for w in written)]:
             del self._column_bounds[region]
         gone = [
@@ -282,14 +289,14 @@ def with_layout_of(memory: Operand, value: Operand) -> Operand:
 
 
 def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
-    """Return the bytes of all operands except scratch."""
+    """Return the number of bytes of all operands and results, except scratch."""
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 
 
 def _find_thread_accesses(
     parts: Mapping[int, ThreadWork], stops: bool, uses_queue: bool
 ) -> tuple[ThreadRegions, ThreadRegions]:
-    """Return the regions that each thread reads, and the regions that it writes."""
+    """Return the regions that each thread reads, and the regions that each thread writes, with thread numbers."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():
@@ -301,19 +308,22 @@ def _find_thread_accesses(
 
 
 InstructionBinder = Callable[[StepTableBuilder, BoundInstruction], bool]
-"""Appends the steps of one instruction; returns False if no kernel fits, and then NumPy computes the instruction."""
+"""A function that appends the steps of one instruction, and returns False if no kernel fits.
+
+NumPy computes an instruction that no kernel fits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedBinding:
-    """Fused instructions and the function that appends their steps, which always succeeds."""
+    """The numbers of fused instructions, and the function that appends their steps; it always succeeds."""
 
     instruction_numbers: Sequence[int]
     bind: Callable[[StepTableBuilder], None]
 
 
 FusionMatcher = Callable[[Dataflow, int], FusedBinding]
-"""Finds the fusion that begins with an instruction. Raises `NoKernelError` if no kernel fits.
+"""A function that finds the fusion that begins with an instruction; it raises `NoKernelError` if no kernel fits.
 
 Intermediate values that only the fused instructions read are not written.
 """

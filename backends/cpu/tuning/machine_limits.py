@@ -1,6 +1,6 @@
-"""Measured limits of this machine: bytes/s of memory, and operations/s of registers.
+"""Measured peaks of this machine: memory bandwidth in bytes/s, and arithmetic in operations/s.
 
-A limit is the best of several runs, because disturbances only make a run slower.
+A peak is the best of several runs, because disturbances only make a run slower.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ READ_PATTERNS = (
     {"streams": 8, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
     {"streams": 8, "together": 0, "l1_ahead": 2048, "l2_ahead": 8192},
 )
-"""Patterns that only read memory, as words of `peak_probes.READ`; the best one differs between processors."""
+"""Patterns of kernels that only read memory, as words of `peak_probes.READ_ARGS`; processors differ in the best pattern."""
 ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
 """Bytes of a row of 1,024 weights of Q8_0."""
 MULTIPLY_TURNS = 1_000_000
 
 
 class _TimedKernel:
-    """A kernel on several threads, which stay alive between runs."""
+    """A timed kernel on several threads, which stay alive between runs."""
 
     def __init__(self, kernel: Kernel, words: Sequence[int], threads: int) -> None:
         self._block, self._kernel = np.array(words, np.int64), KERNEL_FUNCTION(kernel.address)
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def measure_seconds(self) -> float:
-        """Run once."""
+        """Run the kernel once on all threads and return the seconds."""
         start = time.perf_counter()
         list(self._pool.map(self._run_thread, range(self._threads)))
         return time.perf_counter() - start
 
     def measure_fastest_seconds(self) -> float:
-        """Return the seconds of the fastest run after one warm-up run."""
+        """Return the seconds of the fastest run of several, after one warm-up run."""
         return min([self.measure_seconds() for _ in range(1 + MEASUREMENT_RUNS)][1:])
 
     def _run_thread(self, thread: int) -> None:
@@ -57,10 +57,10 @@ class _TimedKernel:
 
 
 class MemoryReadTest:
-    """Memory that several threads read together, in every pattern; it should exceed every cache.
+    """A test of memory read bandwidth, with several threads and memory that should exceed every cache.
 
-    The patterns are `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
-    with every prefetch distance. The best pattern counts, so that no kernel exceeds the limit.
+    The test takes the best of several patterns, so that no kernel exceeds the peak. The patterns are `READ_PATTERNS`,
+    and a matmul of one token by a Q8_0 weight of a quarter of the size, with every prefetch distance.
     """
 
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
@@ -84,13 +84,13 @@ class MemoryReadTest:
         self._matmul = TimedMatmul(DType.Q8_0, [weight], threads)
 
     def measure_bytes_per_second(self) -> float:
-        """Measure the bytes/s now."""
+        """Measure the memory bandwidth of the best pattern now, in bytes/s."""
         seconds = min(run.measure_seconds() for run in self._runs)
         return max(self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds()))
 
 
 def read_last_cache_bytes() -> int:
-    """Return the bytes of the largest cache of the first processor; 0 if the system does not report it."""
+    """Return the bytes of the largest cache of the first processor; 0 if the system does not report caches."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -100,13 +100,13 @@ def read_last_cache_bytes() -> int:
 
 
 def measure_float32_peak(threads: int) -> float:
-    """Measure the float32 operations/s of fused multiply-adds."""
+    """Measure the peak float32 operations/s of fused multiply-adds, two operations each."""
     values = np.full(32, 0.5, np.float32)
     return 2 * _measure_multiplications_per_second(peak_probes.multiply_floats, values, threads)
 
 
 def measure_int8_peak(threads: int) -> float | None:
-    """Measure the operations/s of 8-bit dot products; None if the processor has no such instruction."""
+    """Measure the peak operations/s of int8 dot products; None if the processor has no such instruction."""
     return (
         2 * 4 * _measure_multiplications_per_second(peak_probes.multiply_bytes, np.ones(128, np.uint8), threads)
         if has_dot4()
@@ -115,7 +115,7 @@ def measure_int8_peak(threads: int) -> float | None:
 
 
 def measure_bf16_tile_peak(threads: int) -> float | None:
-    """Measure the bfloat16 operations/s of tile products; None if the processor has no tiles."""
+    """Measure the peak bfloat16 operations/s of AMX tile products; None if the processor has no AMX."""
     if target_cpu.find_tile_support() != target_cpu.AMX:
         return None
     memory, turns = np.zeros(amx.TILE_MEMORY_BYTES * threads, np.uint8), MULTIPLY_TURNS // 4
@@ -127,7 +127,7 @@ def measure_bf16_tile_peak(threads: int) -> float | None:
 
 
 def _measure_multiplications_per_second(kernel: Kernel, values: np.ndarray, threads: int) -> float:
-    """Measure the multiplications/s of 32-bit lanes."""
+    """Measure how many 32-bit lanes per second a kernel multiplies on all threads."""
     sums = np.zeros(16 * threads, np.float32)
     run = _TimedKernel(
         kernel,

@@ -1,6 +1,8 @@
-"""Measurement of prefetch distances: products with the weights of a program, at first use.
+"""Prefetch distances for weights that are read once: measured at first use, and cached.
 
-`compilation.prefetch_distance` has the distances and their meaning.
+Processors differ in the hardware prefetch, and dtypes differ in the time of products. No distance is best everywhere,
+and a bad distance costs up to half of the speed. Several rows of activations need a distance of their own: hardware
+prefetch is early enough for one row, and too late for four rows.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ..kernels.packed.format_table import FORMATS
 from ..steps.partition import compute_even_bounds
 
 MIN_PREFETCH_GAIN = 1.03
-"""Minimum ratio of speeds at which another pair replaces the default."""
+"""Minimum ratio of speeds for replacement of the default pair by another pair."""
 MIN_TUNED_BYTES = 64 << 20
 """Minimum bytes of weights of a dtype in a program for a measurement; fewer bytes stay in a cache."""
 MAX_TUNING_BYTES = 128 << 20
@@ -35,9 +37,9 @@ MAX_GROUP_ROWS = 64
 
 
 def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
-    """Tune every dtype that has many weights in a program and has no cached result.
+    """Tune the prefetch distances of every dtype that has many weights in a program and no cached result.
 
-    The products use the weights themselves, because a copy would take memory that the model does not need.
+    The measured products use the weights of the program, because a copy would take additional memory.
     """
     weights = defaultdict[DType, list[np.ndarray]](list)
     for spec, memory in zip(program.buffers, buffers, strict=True):
@@ -54,7 +56,7 @@ def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
 
 
 def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
-    """Measure all distances on one thread, and cache the best for later processes."""
+    """Measure all prefetch distances of a dtype on one thread, and cache the best distance for later processes."""
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
     some = [
         matrix[: _count_whole_group_rows(matrix, MAX_TUNING_BYTES - read)]
@@ -67,7 +69,10 @@ def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None
 
 
 def _choose_fastest(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
-    """Return the index of the pair with the fastest run; disturbances only make a run slower."""
+    """Return the index in `PREFETCH_DISTANCES` of the pair with the fastest run for a number of activation rows.
+
+    Disturbances only make a run slower.
+    """
     reading = TimedMatmul(dtype, matrices, 1, rows)
     reading.measure_seconds()
     seconds = np.min([reading.measure_seconds() for _ in range(TUNING_ROUNDS)], axis=0)
@@ -77,24 +82,27 @@ def _choose_fastest(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> 
     return best if seconds[best] * MIN_PREFETCH_GAIN < seconds[0] else 0
 
 
-def _count_whole_group_rows(matrix: np.ndarray, nbytes: int) -> int:
-    """Return how many rows have `nbytes` bytes, in whole groups."""
-    return max(1, nbytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
+def _count_whole_group_rows(matrix: np.ndarray, max_bytes: int) -> int:
+    """Return the number of matrix rows in at most `max_bytes` bytes, in whole row groups and at least one group."""
+    return max(1, max_bytes // matrix.shape[1] // MAX_GROUP_ROWS) * MAX_GROUP_ROWS
 
 
 class TimedMatmul:
-    """Timed products of weights of one dtype with rows of zeros; the results are discarded.
+    """A timed matmul of weights of one dtype by rows of zeros, with every prefetch distance; results are discarded.
 
     Each weight is an array of rows of bytes. Packed weights are whole groups of rows.
     """
 
-    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
+    def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, row_count: int = 1) -> None:
+        from .kernels.products import dense, grouped, products  # which ask this file how far ahead to fetch
+        from .kernels.products.weight_formats.formats import FORMATS
+
         form = FORMATS.get(dtype)
         blocks = packed_matmul.make_packed_tiling(form) if form else float_matmul.make_float_tiling(dtype)
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
         rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
         x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
-        slots = np.array([0, at_once, at_once, *range(at_once)], np.int32)
+        slots = np.array([0, row_count, row_count, *range(row_count)], np.int32)
         scratch = np.zeros(threads * blocks.scratch_bytes, np.uint8)
         self._blocks = [
             [
@@ -136,7 +144,7 @@ class TimedMatmul:
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def measure_seconds(self) -> list[float]:
-        """Return the seconds of one run with each pair of distances."""
+        """Run once with each pair of prefetch distances, and return the seconds of each run."""
         return [self._measure_run(blocks) for blocks in self._blocks]
 
     def _measure_run(self, blocks: Sequence[np.ndarray]) -> float:
