@@ -102,14 +102,14 @@ class Rwkv6(Rwkv):
         y = ops.mul(self.norm_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
         return matmul(weights, f"{name}_output", y, width)
 
-    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, back: Value) -> list[Value]:
+    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, token_shift: Value) -> list[Value]:
         """Return five mixes of each token with the previous one, with shares that depend on both."""
         rows, width = x.shape
-        mixed = ops.add(ops.mul(back, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
+        mixed = ops.add(ops.mul(token_shift, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
         rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
         short = ops.reshape(ops.tanh(matmul(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
         own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
-        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, back, own)
+        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, token_shift, own)
 
     def project_grouped_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
         """Return keys or values f32[B, T, heads, size]; neighbouring heads may share one head of the file."""
@@ -182,11 +182,11 @@ class TokenShiftDecoder(Decoder):
         x = ops.add(x, self.run_channel_mix(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
-    def run_channel_mix(self, name: str, x: Value, back: Value) -> Value:
-        """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``back``."""
+    def run_channel_mix(self, name: str, x: Value, token_shift: Value) -> Value:
+        """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``token_shift``."""
         weights, width = self.weights, x.shape[1]
         gates = weights.has_tensor(f"{name}_receptance.weight")
-        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
+        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
         inner = ops.sqr(ops.relu(matmul(weights, f"{name}_key", k, weights.tensor_shape(f"{name}_key.weight")[0])))
         y = matmul(weights, f"{name}_value", inner, width)
         return ops.mul(y, ops.sigmoid(matmul(weights, f"{name}_receptance", r[0], width))) if gates else y
@@ -199,17 +199,22 @@ def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
 
 
 def mix_previous_tokens(
-    weights: ModelWeights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None
+    weights: ModelWeights,
+    name: str,
+    kinds: str,
+    x: Value,
+    token_shift: Value,
+    data_dependent_shares: Value | None = None,
 ) -> list[Value]:
-    """Return ``x + share * back`` f32[n, E] for each of ``kinds``.
+    """Return ``x + share * token_shift`` f32[n, E] for each of ``kinds``.
 
     Args:
         weights: The weights of the model.
         name: The prefix of the shares, which are one tensor or one tensor per kind.
         kinds: A letter per result.
         x: The tokens.
-        back: Their token shift.
-        own: Values that are added to the shares of the file, f32[kinds, n, E].
+        token_shift: Their token shift.
+        data_dependent_shares: Values that are added to the shares of the file, f32[kinds, n, E].
     """
     rows, width = x.shape
     if weights.has_tensor(f"{name}_fused.weight"):
@@ -217,10 +222,13 @@ def mix_previous_tokens(
         shares = [ops.slice_(whole, axis=0, start=i, stop=i + 1) for i in range(len(kinds))]
     else:
         shares = [weights.leaf_in_shape(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
-    if own is None:
-        return [ops.add(ops.mul(back, share), x) for share in shares]
-    parts = (ops.reshape(ops.slice_(own, axis=0, start=i, stop=i + 1), shape=(rows, width)) for i in range(len(kinds)))
-    return [ops.add(ops.mul(ops.add(y, share), back), x) for y, share in zip(parts, shares, strict=True)]
+    if data_dependent_shares is None:
+        return [ops.add(ops.mul(token_shift, share), x) for share in shares]
+    parts = (
+        ops.reshape(ops.slice_(data_dependent_shares, axis=0, start=i, stop=i + 1), shape=(rows, width))
+        for i in range(len(kinds))
+    )
+    return [ops.add(ops.mul(ops.add(y, share), token_shift), x) for y, share in zip(parts, shares, strict=True)]
 
 
 def project_low_rank(
