@@ -138,7 +138,7 @@ class LatentAttention:
     def attend_latent(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
     ) -> Value:
-        """Attend to the cached latent vectors themselves, instead of to keys and values per head: f32[B, T, heads, value size].
+        """Attend to the cached latent vectors themselves, instead of to keys and values of each head.
 
         The queries are projected to the latent space. There is one key head, and its latent columns are also the
         value. A matrix per head then maps the attention results to values.
@@ -150,6 +150,9 @@ class LatentAttention:
             q: The queries, f32[B*T, heads * size].
             c: The latent vectors, f32[B*T, rank].
             pe: The rotated key columns f32[B, T, 1, columns], or `None`.
+
+        Returns:
+            The attention results, f32[B, T, heads, value size].
         """
         block = f"blk.{layer}"
         q, turning = self.project_queries_to_latent(weights, frame, block, q)

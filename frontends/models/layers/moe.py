@@ -211,7 +211,7 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 def compute_selection_scores(
     weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
 ) -> Value:
-    """Compute the scores by which experts are selected, f32[n, 1, count].
+    """Compute the scores for the selection of experts, f32[n, 1, count].
 
     These are the probabilities plus a bias, if the file has one, and -inf outside the best groups of experts.
     """

@@ -288,7 +288,7 @@ class HyperConnectionDecoder(Decoder):
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
     def merge_streams(self, x: Value, own: str) -> Value:
-        """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has weights for it, else the mean."""
+        """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has its weights, else the mean."""
         if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(

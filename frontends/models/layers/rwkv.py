@@ -1,7 +1,8 @@
-"""RWKV 6 and 7: each token is mixed with the previous one, and heads keep a matrix with a decay per channel.
+"""RWKV 6 and 7: recurrent layers that mix each token with the previous one and keep a decaying matrix per head.
 
-Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025. States: ``shift_state.N`` and, for the FFN,
-``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
+The matrix has a decay per channel. Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025. States:
+``shift_state.N`` and, for the FFN, ``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
+Shapes use B for sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from ..weights import ModelWeights
 from .blocks import linear, matmul
 
 HEAD_EPS = 64e-5
-"""The eps of the norm of each head."""
+"""The eps of the norm of each head of RWKV."""
 MIN_LOG_DECAY = -math.exp(-0.5)
-"""The lowest log decay of RWKV 7."""
+"""The lowest log decay of RWKV 7, ``-exp(-0.5)``."""
 FIRST_LAYER_VALUES = "first values"
-"""The name of the values that the first layer of RWKV 7 leaves for the other layers."""
+"""The key in `StepGraphBuilder.shared_values` of the values of the first layer of RWKV 7, which other layers read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rwkv:
-    """The common parts of RWKV 6 and 7."""
+    """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7."""
 
     heads: int
     size: int
@@ -41,7 +42,11 @@ class Rwkv:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
-        """Return the layer; raise `ModelError` if the heads do not fill the width."""
+        """Read the head sizes of the layer from the metadata.
+
+        Raises:
+            ModelError: The heads do not fill the model width.
+        """
         size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
         if width % size:
             raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
@@ -54,11 +59,11 @@ class Rwkv:
         return frame.run_recurrence(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
     def split_heads(self, frame: StepGraphBuilder, x: Value) -> Value:
-        """Return f32[B*T, E] as f32[B, T, heads, size]."""
+        """Split the columns of ``x`` f32[B*T, E] into heads: f32[B, T, heads, size]."""
         return frame.rows_to_sequences(x, self.heads, self.size)
 
     def norm_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, y: Value) -> Value:
-        """Return heads after their norm, if the file has its weights: f32[B*T, E]."""
+        """Normalise each head of ``y``, if the file has the weights of this norm, and join the heads: f32[B*T, E]."""
         if not weights.has_tensor(f"{name}.weight"):
             return frame.sequences_to_rows(y)
         width = (self.heads * self.size,)
@@ -67,10 +72,10 @@ class Rwkv:
 
 
 class Rwkv6(Rwkv):
-    """The time mix of RWKV 6.
+    """The time mix (recurrent token mixer) of RWKV 6.
 
-    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1 -
-    decay), and groups of heads share keys and values.
+    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
+    - decay), and groups of heads share keys and values.
     """
 
     __slots__ = ()
@@ -103,7 +108,16 @@ class Rwkv6(Rwkv):
         return matmul(weights, f"{name}_output", y, width)
 
     def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, token_shift: Value) -> list[Value]:
-        """Return five mixes of each token with the previous one, with shares that depend on both."""
+        """Mix each token with the previous one in five ways, with shares that depend on both tokens.
+
+        The mixes are for decay, key, value, receptance and gate.
+
+        Args:
+            weights: The weights of the model.
+            name: The prefix of weight names.
+            x: The tokens, f32[B*T, E].
+            token_shift: The previous token minus the token, for each row of ``x``.
+        """
         rows, width = x.shape
         mixed = ops.add(ops.mul(token_shift, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
         rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
@@ -112,7 +126,7 @@ class Rwkv6(Rwkv):
         return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, token_shift, own)
 
     def project_grouped_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
-        """Return keys or values f32[B, T, heads, size]; neighbouring heads may share one head of the file."""
+        """Project ``x`` to keys or values f32[B, T, heads, size], and repeat the heads that a group of heads shares."""
         count, (sequences, tokens) = weights.tensor_shape(f"{name}.weight")[0] // self.size, frame.pos.shape
         y = linear(weights, name, x, count * self.size)
         if count != self.heads:
@@ -122,10 +136,10 @@ class Rwkv6(Rwkv):
 
 
 class Rwkv7(Rwkv):
-    """The time mix of RWKV 7.
+    """The time mix (recurrent token mixer) of RWKV 7.
 
-    Values are mixed with the values of the first layer. The old value of a key is removed from the state before the new
-    one is written.
+    Values are mixed with the values of the first layer. The old value of a key is removed from the state before the
+    new one is written.
     """
 
     __slots__ = ()
@@ -156,7 +170,10 @@ class Rwkv7(Rwkv):
         return matmul(weights, f"{name}_output", y, width)
 
     def compute_values(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
-        """Return the values f32[B*T, E]; the values of the first layer are left for the other layers."""
+        """Compute the values f32[B*T, E], mixed with the values of the first layer by a gate.
+
+        The values of the first layer itself are stored for the other layers.
+        """
         v = matmul(weights, f"{name}_value", x, x.shape[1])
         if (first := frame.shared_values.setdefault(FIRST_LAYER_VALUES, v)) is v:
             return v
@@ -166,7 +183,7 @@ class Rwkv7(Rwkv):
 
 
 class TokenShiftDecoder(Decoder):
-    """A decoder with RWKV's own blocks: the FFN also reads the previous token.
+    """The decoder of RWKV, in which the FFN of a block also reads the previous token.
 
     The residual is halved after each `span` blocks.
     """
@@ -183,7 +200,10 @@ class TokenShiftDecoder(Decoder):
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
     def run_channel_mix(self, name: str, x: Value, token_shift: Value) -> Value:
-        """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``token_shift``."""
+        """Return the channel mix (the FFN of RWKV) for the rows ``x`` f32[n, E].
+
+        ``token_shift`` f32[n, E] is the previous token minus the token, for each row.
+        """
         weights, width = self.weights, x.shape[1]
         gates = weights.has_tensor(f"{name}_receptance.weight")
         k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
@@ -193,7 +213,10 @@ class TokenShiftDecoder(Decoder):
 
 
 def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
-    """Return previous token minus token for each row of ``x`` f32[B*T, E]; the state ``name`` has the last row."""
+    """Compute the previous token minus the token for each row of ``x`` f32[B*T, E].
+
+    The state ``name`` holds the last row of the previous run, and receives the last row of this one.
+    """
     both = frame.prepend_previous_rows(name, frame.rows_to_sequences(x, x.shape[1]), 1)
     return ops.sub(frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
 
@@ -206,14 +229,14 @@ def mix_previous_tokens(
     token_shift: Value,
     data_dependent_shares: Value | None = None,
 ) -> list[Value]:
-    """Return ``x + share * token_shift`` f32[n, E] for each of ``kinds``.
+    """Mix each token with the previous one: return ``x + share * token_shift`` for each of ``kinds``.
 
     Args:
         weights: The weights of the model.
         name: The prefix of the shares, which are one tensor or one tensor per kind.
         kinds: A letter per result.
-        x: The tokens.
-        token_shift: Their token shift.
+        x: The tokens, f32[n, E].
+        token_shift: The previous token minus the token, f32[n, E].
         data_dependent_shares: Values that are added to the shares of the file, f32[kinds, n, E].
     """
     rows, width = x.shape
@@ -234,7 +257,7 @@ def mix_previous_tokens(
 def project_low_rank(
     weights: ModelWeights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y
 ) -> Value:
-    """Return ``x`` f32[n, E] times two thin matrices with ``inner`` between them, plus a bias if the file has one.
+    """Multiply ``x`` f32[n, E] by two low-rank matrices with a function between them, and add the bias if there is one.
 
     Args:
         weights: The weights of the model.
