@@ -143,7 +143,7 @@ def _build_call(method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The jinja2 environment of one rendering: a sandbox with fuel, size limits and functions of HF ``transformers``."""
+    """The jinja2 environment of one rendering: a sandbox with fuel, size limits and the functions of transformers."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

@@ -37,7 +37,7 @@ class MtpGraphBuilder:
         )
 
     def build_graph(self) -> Graph:
-        """Build the graph of the step: of drafts for the output kind ``guess``, else of the model with its MTP blocks."""
+        """Build the graph of the step: of drafts for the output kind ``guess``, else of the model with MTP blocks."""
         return self.frame.build_graph(
             self.build_draft_outputs() if self.frame.step.output_kind == "guess" else self.build_model_outputs()
         )
