@@ -48,7 +48,7 @@ class Tensor:
 
     @property
     def origin(self) -> WeightOrigin:
-        """The identity of the stored weight, used by caches of packed weights: path, size, modification time, offset."""
+        """The identity of the stored weight for caches of packed weights: path, size, modification time, offset."""
         return WeightOrigin(
             str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
         )

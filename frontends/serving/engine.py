@@ -242,7 +242,7 @@ class Engine:
         return choose_window([slot, *self._running])[1]
 
     def _compact(self, decoding: Sequence[_Running]) -> None:
-        """Move one request nearer to the others if they decode in a window at least twice as large as needed.
+        """Move one request to shrink the window of decoding slots, if it is at least twice as large as needed.
 
         A step moves one request at most, which takes a few milliseconds.
         """

@@ -134,7 +134,7 @@ class EngineStatus:
     - `context`: tokens of a slot.
     - `slot_requests`: the id of the request in each slot; empty text for a free slot.
     - `slot_tokens`: the tokens that each slot holds, tokens of the prefix cache included.
-    - `sums`: sums since the start.
+    - `sums`: totals since the start.
     """
 
     slots: int
