@@ -48,8 +48,8 @@ class Drafter(Protocol):
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
         """Propose up to `count` draft tokens that are likely to follow the tokens `known`."""
 
-    def prepare(self, prompt: int, count: int) -> None:
-        """Compile the plans and kernels for `count` draft tokens after a prompt of `prompt` tokens."""
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        """Compile the plans and kernels for `count` draft tokens after a prompt of `prompt_tokens` tokens."""
 
 
 class ModelDrafter:
@@ -76,10 +76,10 @@ class ModelDrafter:
             tokens.append(int(session.evaluate([tokens[-1:]])[0][-1].argmax()))
         return tokens
 
-    def prepare(self, prompt: int, count: int) -> None:
-        self.session.prepare(prompt)
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        self.session.prepare(prompt_tokens)
         for tokens in range(1, count + 2):
-            self.session.prepare(tokens, behind=prompt)
+            self.session.prepare(tokens, behind=prompt_tokens)
 
 
 class MtpDrafter:
@@ -105,8 +105,8 @@ class MtpDrafter:
                 tokens.append(token)
         return tokens
 
-    def prepare(self, prompt: int, count: int) -> None:
-        for length in (1, prompt + count):
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        for length in (1, prompt_tokens + count):
             for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
                 self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
@@ -165,11 +165,11 @@ class SpeculativeDecoder:
             rewind_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
-    def prepare(self, prompt: int) -> None:
-        """Compile the plans and kernels of runs with draft tokens after a prompt of `prompt` tokens."""
-        self.drafter.prepare(prompt, self.max_draft_tokens)
+    def prepare(self, prompt_tokens: int) -> None:
+        """Compile the plans and kernels of runs with draft tokens after a prompt of `prompt_tokens` tokens."""
+        self.drafter.prepare(prompt_tokens, self.max_draft_tokens)
         for count in range(1, self.max_draft_tokens + 2):
-            self.session.prepare(count, behind=prompt, every_position=True, reversible=True)
+            self.session.prepare(count, behind=prompt_tokens, every_position=True, reversible=True)
 
 
 def require_same_vocabulary(model: Model, draft: Model) -> None:

@@ -73,14 +73,14 @@ class MtpGraphBuilder:
         rows = [self.frame.select_output_rows(row) for row in (*self.draft_inputs[:after], *handed)]
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
-    def make_draft_input(self, k: int, handed: Value) -> Value:
-        """Make the draft input of MTP block k for each token by shifting ``handed`` f32[B*T, columns] by one token.
+    def make_draft_input(self, k: int, draft_rows: Value) -> Value:
+        """Make the draft input of MTP block k for each token by shifting ``draft_rows`` f32[B*T, columns] by one token.
 
         The first token of a sequence gets the draft input that the caller has kept.
         """
         frame = self.frame
         first = ops.reshape(self.draft_inputs[k], shape=(frame.step.sequences, 1, self.draft_columns))
-        both = ops.concat(first, frame.rows_to_sequences(handed, self.draft_columns), axis=1)
+        both = ops.concat(first, frame.rows_to_sequences(draft_rows, self.draft_columns), axis=1)
         return frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
 
     def run_block(self, k: int, before: Value) -> tuple[Value, Value]:

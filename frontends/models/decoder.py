@@ -53,14 +53,14 @@ class Decoder:
             x = self.frame.steered(i, self.run_block(i, layer, x))
         return x
 
-    def apply_output_norm(self, x: Value, own: str = "") -> Value:
+    def apply_output_norm(self, x: Value, mtp_prefix: str = "") -> Value:
         """Apply the last norm of the model to the residual ``x`` f32[n, E].
 
-        ``own`` is the weight prefix of an MTP block, which may have its own norm.
+        ``mtp_prefix`` is the weight prefix of an MTP block, which may have its own norm.
         """
-        if own and self.weights.has_tensor(f"{own}.shared_head_norm.weight"):
+        if mtp_prefix and self.weights.has_tensor(f"{mtp_prefix}.shared_head_norm.weight"):
             return replace(self.norm, is_centred=self.family.draft_norm == "layer" or self.norm.is_centred)(
-                self.weights, f"{own}.shared_head_norm", x
+                self.weights, f"{mtp_prefix}.shared_head_norm", x
             )
         return self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
 

@@ -217,19 +217,19 @@ class HyperparameterReader:
         whole = 0 if traits.is_global_first else period - 1
         return tuple(i < self.run_layer_count and (not period or i % period != whole) for i in range(self.count))
 
-    def read_layer(self, stored: int, i: int) -> Layer:
-        """Read the hyperparameters of block i, which has the matrices of the block ``stored`` in the file."""
-        block, tensors = f"blk.{stored}", self.keys.gguf.tensors
+    def read_layer(self, weight_block: int, i: int) -> Layer:
+        """Read the hyperparameters of block i, which has the matrices of the block ``weight_block`` in the file."""
+        block, tensors = f"blk.{weight_block}", self.keys.gguf.tensors
         dense = any(f"{block}.ffn_{name}.weight" in tensors for name in ("down", "up"))
         experts = None
         has_experts = any(f"{block}.ffn_{name}.weight" in tensors for name in ("gate_inp", "down_exps"))
-        if has_experts and self.uses_experts(stored):
-            experts = ExpertLayer.from_keys(self.keys, self.family, stored, self.count, self.unit, self.norm)
+        if has_experts and self.uses_experts(weight_block):
+            experts = ExpertLayer.from_keys(self.keys, self.family, weight_block, self.count, self.unit, self.norm)
             dense = bool(self.family.parallel_dense_ffn) and dense
         if self.family.mixer == "single":  # a block is a mixer or an FFN
-            mixers = () if dense or experts else self.make_mixers(stored)
+            mixers = () if dense or experts else self.make_mixers(weight_block)
         else:
-            mixers = self.make_mixers(stored)
+            mixers = self.make_mixers(weight_block)
         parallel = {
             "yes": True,
             "key": self.keys.flag("use_parallel_residual", False),
@@ -242,7 +242,7 @@ class HyperparameterReader:
             dense or has_experts,
             parallel,
             f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
-            self.make_layer_activation(stored),
+            self.make_layer_activation(weight_block),
             self.unit.kind == "half gelu" or (self.unit.kind == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 

@@ -239,8 +239,8 @@ class HyperConnectionDecoder(Decoder):
         x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, streams * width)))
         return ops.reshape(x, shape=(x.shape[0], streams, width))
 
-    def apply_output_norm(self, x: Value, own: str = "") -> Value:
-        return super().apply_output_norm(self.merge_streams(x, f"{own}.hc_head"), own)
+    def apply_output_norm(self, x: Value, mtp_prefix: str = "") -> Value:
+        return super().apply_output_norm(self.merge_streams(x, f"{mtp_prefix}.hc_head"), mtp_prefix)
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.mix_streams(f"blk.{i}.hc_attn", x)
@@ -287,7 +287,7 @@ class HyperConnectionDecoder(Decoder):
         scale = weights(f"{name}_scale.weight", weights.tensor_shape(f"{name}_scale.weight"))
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
-    def merge_streams(self, x: Value, own: str) -> Value:
+    def merge_streams(self, x: Value, head_prefix: str) -> Value:
         """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has its weights, else the mean."""
         if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
@@ -332,8 +332,10 @@ class GatedStreamDecoder(HyperConnectionDecoder):
         gate = ops.reshape(gate, shape=x.shape)
         return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
 
-    def merge_streams(self, x: Value, own: str) -> Value:
-        return self.compute_gated_mean(own if self.weights.has_tensor(f"{own}_norm.weight") else "output_hc", x)[0]
+    def merge_streams(self, x: Value, head_prefix: str) -> Value:
+        return self.compute_gated_mean(
+            head_prefix if self.weights.has_tensor(f"{head_prefix}_norm.weight") else "output_hc", x
+        )[0]
 
 
 class ResidualBankDecoder(Decoder):
