@@ -306,7 +306,7 @@ class _LexemeChooser:
         return nullable
 
     def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Compute four properties of a lexeme.
+        """Compute the properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
             The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and

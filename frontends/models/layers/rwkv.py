@@ -33,7 +33,7 @@ FIRST_LAYER_VALUES = "first values"
 
 @dataclass(frozen=True, slots=True)
 class Rwkv:
-    """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7."""
+    """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
 
     heads: int
     size: int
@@ -72,7 +72,7 @@ class Rwkv:
 
 
 class Rwkv6(Rwkv):
-    """The time mix (recurrent token mixer) of RWKV 6.
+    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a decaying matrix state per head.
 
     Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
     - decay), and groups of heads share keys and values.
@@ -136,7 +136,7 @@ class Rwkv6(Rwkv):
 
 
 class Rwkv7(Rwkv):
-    """The time mix (recurrent token mixer) of RWKV 7.
+    """The time mix (recurrent token mixer) of RWKV 7: a token shift, then a generalised delta rule per head.
 
     Values are mixed with the values of the first layer. The old value of a key is removed from the state before the
     new one is written.
