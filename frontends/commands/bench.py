@@ -1,4 +1,4 @@
-"""``hocket bench``: tokens per second of prompts and new tokens, as in ``llama-bench``, and time by kernel."""
+"""``hocket bench``: measures tokens per second of prompts and new tokens, as in ``llama-bench``, and time by kernel."""
 
 from __future__ import annotations
 
@@ -94,7 +94,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[DeviceGroup]) -> int:
-    """Measure several sequences at a time and print the rows."""
+    """Run the benchmark with several sequences at a time and print its rows; return the exit code.
+
+    Raises:
+        ModelError: A flag is only for one sequence.
+    """
     if args.profile or args.trace or any(args.depths):
         raise ModelError("got -np with --profile, --trace or -d, which are of one sequence; leave out one of the two")
     work = BatchedBenchmark(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
@@ -108,7 +112,7 @@ def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[DeviceG
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTest:
-    """A test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` tokens that are not timed."""
+    """A benchmark test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` untimed tokens."""
 
     kind: str
     tokens: int
@@ -125,7 +129,11 @@ MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
 
 
 def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
-    """Return a test for each prompt length and each count of new tokens at each depth; 0 is skipped."""
+    """List the benchmark tests: one for each prompt length and each count of new tokens, at each depth; 0 is skipped.
+
+    Raises:
+        ModelError: There is no test.
+    """
     chosen = [
         BenchmarkTest(kind, n, d)
         for d in depths
@@ -140,7 +148,10 @@ def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    """A benchmark: tests of a model with `repeats` timed runs each, and at most `batch` tokens per run."""
+    """The settings of a benchmark: tests of a model with `repeats` timed runs each.
+
+    A run has at most `batch` tokens.
+    """
 
     model: Model
     tests: Sequence[BenchmarkTest]
@@ -150,7 +161,7 @@ class BenchmarkRequest:
     world: World = SINGLE_PROCESS
 
     def open_session(self, on: DeviceGroup) -> Session:
-        """Open a session with the context of the longest test.
+        """Open a session on a device group, with a context for the longest test.
 
         Raises:
             ModelError: The context of the model is shorter.
@@ -161,7 +172,7 @@ class BenchmarkRequest:
 
 
 def benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
-    """Yield one row for each test on each device group."""
+    """Measure each test on each device group, and yield a row of results for each."""
     about = describe_model(work.model)
     for on in groups:
         session = work.open_session(on)
@@ -178,7 +189,7 @@ def benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Ite
 
 
 def list_profiles(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[str]:
-    """Yield the lines of the kernel times of every device, for each test on each device group."""
+    """Measure the kernel times of each test on each device group, and yield them as lines of text."""
     for on in groups:
         session = work.open_session(on)
         for test in work.tests:
@@ -188,18 +199,18 @@ def list_profiles(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iter
 
 
 def device_names(session: Session) -> str:
-    """Return the devices of a session in the form of `--devices`."""
+    """Format the device names of a session in the form of `--devices`."""
     return ",".join(str(device) for _, device in session.group)
 
 
 def thread_count(session: Session) -> int:
-    """Return the threads of each device."""
+    """Count the threads of each device of a session."""
     backend, _ = session.group[0]
     return backend.threads if isinstance(backend, SupportsThreads) else 1
 
 
 def make_memory_reader(session: Session) -> MemoryReadTest | None:
-    """Return a bandwidth measurement with the threads of all devices; None unless all devices are ``cpu``."""
+    """Make a test of the memory bandwidth with the threads of all devices; None unless all devices are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
     return MemoryReadTest(
@@ -209,14 +220,14 @@ def make_memory_reader(session: Session) -> MemoryReadTest | None:
 
 
 def prefill_depth(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> None:
-    """Reset a session and evaluate the `depth` tokens that a test does not time."""
+    """Reset a session, and evaluate the `depth` tokens that a test does not time."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])
 
 
 def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
-    """Run a test once on a session of one sequence and return its seconds."""
+    """Measure the seconds of one run of a test, in a session of one sequence."""
     prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
@@ -227,17 +238,23 @@ def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> f
 
 
 def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
-    """Return random tokens that fill the context."""
+    """Make random tokens that fill the context of a session."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
 def collect_samples(
     session: Session, test: BenchmarkTest, repeats: int, reading: MemoryReadTest | None
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each run, and the memory bandwidth in bytes per second before each run.
+    """Measure the seconds of each run of a test, and the memory bandwidth in bytes/s before each run.
 
     The first run builds the plans and does not count. Both measurements alternate, since the load of a shared machine
     changes.
+
+    Args:
+        session: The session.
+        test: The test.
+        repeats: Number of runs that count.
+        reading: The bandwidth test; with None the second list is empty.
     """
     tokens, times, read = make_random_tokens(session), [], []
     time_test(session, test, tokens)
@@ -249,7 +266,7 @@ def collect_samples(
 
 
 def count_weight_bytes(model: Model, backend: Backend | None = None) -> int:
-    """Return the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
+    """Count the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
 
     Args:
         model: The model.
@@ -260,7 +277,7 @@ def count_weight_bytes(model: Model, backend: Backend | None = None) -> int:
 
 
 def _count_node_bytes(node: Node, backend: Backend | None) -> int:
-    """Return the bytes of weights that a node reads; a view reads none."""
+    """Count the bytes of weights that a graph node reads; a view reads none."""
     weights = [v.spec for v in node.inputs if v.node.op == "weight"]
     if not weights:
         return 0
@@ -270,7 +287,10 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
 
 
 def describe_model(model: Model) -> dict[str, object]:
-    """Return the columns of llama-bench about a model; its type is the architecture and the dtype of most bytes."""
+    """Make the columns of llama-bench about a model: file, type, bytes and parameter count.
+
+    The type is the architecture and the dtype of most bytes.
+    """
     tensors, stored = model.gguf.tensors.values(), Counter[str]()
     for t in tensors:
         stored[t.dtype.text] += t.nbytes
@@ -286,7 +306,7 @@ def describe_model(model: Model) -> dict[str, object]:
 def result_row(
     test: BenchmarkTest, times: Sequence[float], *, nbytes: int, bandwidth: float | None
 ) -> dict[str, object]:
-    """Return the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
+    """Make the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
 
     Additional columns are the median rate and, for new tokens, the weight bytes per second and their share of
     `bandwidth`.
@@ -319,7 +339,7 @@ def result_row(
 
 
 def compute_deviation(samples: Sequence[float]) -> float:
-    """Return the standard deviation of the samples, 0 for a single sample."""
+    """Compute the standard deviation of samples; 0 for a single sample."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
 
@@ -328,7 +348,7 @@ def compute_deviation(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """The number of calls of one kernel in a run of a device, and their total seconds."""
+    """The time of one kernel in a run of a device: its number of calls and their total seconds."""
 
     kernel: str
     count: int
@@ -339,9 +359,9 @@ OUTSIDE_KERNELS = "outside kernels"
 
 
 def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelShare]]:
-    """Return the kernel times of each device in the median run of a step, the longest first.
+    """Measure the kernel times of each device in the median run of a step, the longest first.
 
-    The step is the whole prompt, or one token. The last entry is the time outside kernels.
+    The step is the whole prompt, or one token. The last entry is the time outside of kernels.
     """
     tokens = make_random_tokens(session)
     many = test.tokens if test.kind == PROMPT_KIND else 1
@@ -369,7 +389,7 @@ def _sum_kernel_shares(steps: Iterable[TimedKernel], wall: float) -> list[Kernel
 
 
 def format_profile(shares: Sequence[KernelShare]) -> Iterator[str]:
-    """Yield table lines: microseconds, percentage, calls and name of each kernel."""
+    """Format the kernel times of a device as table lines: microseconds, percentage, calls and name of each kernel."""
     whole = sum(s.seconds for s in shares)
     for s in shares:
         yield f"{s.seconds * 1e6:10.1f} µs  {s.seconds / whole:6.1%}  {s.count:5} ×  {s.kernel}"

@@ -1,4 +1,4 @@
-"""``hocket bench -np``: several sequences at a time, as in ``llama-batched-bench``.
+"""``hocket bench -np``: a benchmark of several sequences at a time, as in ``llama-batched-bench``.
 
 The sequences read their prompts together. Then each step gives a token to each of them.
 """
@@ -26,7 +26,10 @@ BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_
 
 
 def _format_cells(row: Row) -> list[object]:
-    """Return the Markdown cells: seconds with three decimals and rates with two, as in llama-batched-bench."""
+    """Format a row as cells of a Markdown table: seconds with three decimals, rates with two.
+
+    These are the decimals of llama-batched-bench.
+    """
     numbers = [(name, row[name]) for name in BATCHED_COLUMNS]
     digits = {name: 2 if name.startswith("speed") else 3 for name in BATCHED_COLUMNS}
     return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
@@ -37,7 +40,7 @@ BATCHED_TABLE = Table("llama_batched_bench", BATCHED_HEAD, _format_cells)
 
 @dataclass(frozen=True, slots=True)
 class BatchedBenchmark:
-    """A benchmark of each prompt length and each count of new tokens, for each number of sequences.
+    """A benchmark with several sequences at a time: each prompt length, count of new tokens and number of sequences.
 
     A run has at most `batch` tokens of all sequences. The result is the median of `repeats` runs.
     """
@@ -51,10 +54,10 @@ class BatchedBenchmark:
     world: World
 
     def measure_rows(self, on: DeviceGroup) -> Iterator[dict[str, object]]:
-        """Yield a row for each prompt length, count of new tokens and number of sequences.
+        """Measure all combinations on a device group, and yield a row for each of them.
 
-        The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since the
-        load of a shared machine changes.
+        The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since
+        the load of a shared machine changes.
 
         Raises:
             ModelError: There is nothing to measure, or a number of sequences is 0.
@@ -73,7 +76,7 @@ class BatchedBenchmark:
                 yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
     def open_sessions(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
-        """Return a session for each number of sequences; all share the weights.
+        """Open a session for each number of sequences; all share the weights.
 
         Raises:
             ModelError: The context of the model is too short.
@@ -99,12 +102,18 @@ class BatchedBenchmark:
         return each
 
     def _tokens_per_sequence(self, sequences: int) -> int:
-        """Return the tokens of each sequence in a run."""
+        """Compute the maximum tokens of each sequence in one run."""
         return max(1, self.batch // sequences)
 
 
 def time_batch(session: Session | MicroBatchedSession, prompt: int, new: int) -> tuple[float, float]:
-    """Return the seconds of the prompts of all sequences, and of `new` dependent steps after them."""
+    """Measure the seconds to read the prompts of all sequences, and the seconds of `new` decode steps after them.
+
+    Args:
+        session: The session of all sequences.
+        prompt: Tokens of each prompt.
+        new: New tokens of each sequence.
+    """
     count = session.sequences
     for sequence in range(count):
         session.reset(sequence)
@@ -124,7 +133,15 @@ def time_batch(session: Session | MicroBatchedSession, prompt: int, new: int) ->
 
 
 def batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
-    """Return the row of one measurement: token counts, seconds, and tokens per second of all sequences together."""
+    """Make the row of one batched measurement: token counts, seconds, and tokens per second of all sequences together.
+
+    Args:
+        prompt: Tokens of each prompt.
+        new: New tokens of each sequence.
+        count: Number of sequences.
+        prompt_seconds: Seconds of all prompts.
+        new_seconds: Seconds of all new tokens.
+    """
     total = prompt_seconds + new_seconds
     return {
         **{"pp": prompt, "tg": new, "pl": count, "n_kv": count * (prompt + new)},

@@ -1,4 +1,4 @@
-"""``hocket calibrate``: measures the speeds of the cost model and stores them for later plans on this machine."""
+"""``hocket calibrate``: measures the speeds for the cost model and stores them for later plans on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
-    """Return the lines about measured speeds.
+    """Format measured speeds of a device group as lines of text.
 
     Args:
         name: Name of the device group.

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """A device, or the reason why a backend has no devices."""
+    """A device that a backend has found, or the reason why a backend has no devices."""
 
     kind: str
     device: Device | None = None
@@ -73,14 +73,14 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """Memory bandwidth in bytes per second, and float32 operations per second."""
+    """The measured speed of this machine: memory bandwidth in bytes/s, and float32 operations per second."""
 
     bandwidth: float
     flops: float
 
 
 def find_devices() -> Iterator[FoundDevice]:
-    """Yield every device of every registered backend; a backend that cannot be loaded gives its error."""
+    """List the devices of every registered backend; a backend that cannot be loaded gives its error instead."""
     for kind in sorted(find_registered_backends()):
         try:
             backend = load_backend(kind)
@@ -97,7 +97,7 @@ def find_devices() -> Iterator[FoundDevice]:
 
 
 def measure_host_speed() -> HostSpeed:
-    """Measure this machine with NumPy, best of five runs.
+    """Measure the memory bandwidth and the arithmetic speed of this machine with NumPy, best of five runs.
 
     A matrix-vector product gives the bandwidth, as in decoding. A product of square matrices gives the arithmetic
     speed.
@@ -111,7 +111,7 @@ def measure_host_speed() -> HostSpeed:
 
 
 def _measure_fastest(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest run, after a warm-up run."""
+    """Measure the seconds of the fastest of several runs of a function, after a warm-up run."""
     run()
     seconds = []
     for _ in range(MEASURED_RUNS):

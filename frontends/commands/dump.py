@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def extract_layer(graph: Graph, layer: int) -> Graph:
-    """Return the nodes of one layer as a graph.
+    """Extract one layer of a graph as a graph of its own.
 
     Values from other nodes become inputs, and values that other nodes read become outputs. Layers are found by their
     structure, not by names.

@@ -1,4 +1,4 @@
-"""``hocket logits``: the logits of every position, evaluated in batches or token by token, as a ``.npy`` file."""
+"""``hocket logits``: writes the logits of every position to a ``.npy`` file, evaluated in batches or token by token."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_tokens(tokens: Sequence[int], model: Model) -> None:
-    """Raise `ModelError` if there are no tokens, or if a token is outside the vocabulary."""
+    """Raise `ModelError` if there are no tokens, or if a token is outside of the vocabulary."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
     for i, token in enumerate(tokens):
@@ -76,7 +76,7 @@ def require_tokens(tokens: Sequence[int], model: Model) -> None:
 
 
 def read_tokens(path: str) -> list[int]:
-    """Return the token ids in a ``.npy`` file.
+    """Read the token ids in a ``.npy`` file.
 
     Raises:
         ModelError: The file is no ``.npy`` file with integers in one dimension.
@@ -99,7 +99,7 @@ def read_tokens(path: str) -> list[int]:
 
 
 def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
-    """Yield blocks of logits f32[n, vocabulary], in total one row per token.
+    """Compute the logits after each token, and yield them in blocks f32[n, vocabulary], in total one row per token.
 
     Tokens are evaluated in batches. With `step` the second half is evaluated token by token, as in generation.
     """
@@ -111,7 +111,7 @@ def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = Fals
 
 
 def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
-    """Write blocks of rows as one float32 ``.npy`` file of the given shape; on a failure no file is written."""
+    """Write blocks of rows as one float32 ``.npy`` file of the given shape; a failed write leaves no file."""
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         for block in blocks:

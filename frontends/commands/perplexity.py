@@ -1,4 +1,7 @@
-"""``hocket perplexity``, as in ``llama-perplexity``: chunks of the context length, with the second half scored."""
+"""``hocket perplexity``: measures how well a model predicts a text, as ``llama-perplexity`` does.
+
+The text is split into chunks of the context length, and the second half of each chunk is scored.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityScore:
-    """Mean negative log likelihood of the scored tokens, and the standard error of that mean."""
+    """The score of a text: the mean negative log likelihood (NLL) of the scored tokens, and its standard error."""
 
     chunk_count: int
     scored_tokens: int
@@ -84,7 +87,7 @@ class PerplexityScore:
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[F64]) -> PerplexityScore:
-        """Return the score of chunks, each an array of the NLL of its scored tokens."""
+        """Compute the score from the NLL of the scored tokens of each chunk."""
         nll = np.concatenate(chunks)
         error = nll.std(ddof=1) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
         return cls(len(chunks), len(nll), float(nll.mean()), float(error))
@@ -96,7 +99,7 @@ class PerplexityScore:
 
 
 def count_chunks(tokens: int, context: int) -> int:
-    """Return the number of complete chunks of `context` tokens in a text; the rest is dropped.
+    """Count the complete chunks of `context` tokens in a text of `tokens` tokens; the rest is dropped.
 
     Raises:
         ModelError: There is no complete chunk, or a chunk is too short for a scored token.
@@ -109,7 +112,7 @@ def count_chunks(tokens: int, context: int) -> int:
 
 
 def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
-    """Yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens].
+    """Score a text: yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens].
 
     Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for
     models that begin every text with BOS.
@@ -126,7 +129,7 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
 
 
 def compute_nll(logits: F32, targets: Sequence[int]) -> F64:
-    """Return the NLL of the target of each row of logits, float64[rows]."""
+    """Compute the negative log likelihood of the target token of each row of logits, float64[rows]."""
     losses = np.empty(len(targets))
     for start in range(0, len(targets), ROWS_PER_WIDENING):
         x = logits[start : start + ROWS_PER_WIDENING].astype(np.float64)

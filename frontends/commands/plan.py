@@ -1,4 +1,4 @@
-"""``hocket plan``: the plan for one step of a model, or for a graph in a file; no weights are loaded."""
+"""``hocket plan``: prints the plan for one step of a model, or for a graph in a file; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def describe_fit(
     *,
     is_decode: bool,
 ) -> str:
-    """Return a line about the memory fit, and for a model the speed of new tokens and the time to the first token.
+    """Describe the memory fit of a plan, and the predicted speed, in one line.
+
+    The speed of a model is the rate of new tokens and the time to the first token.
 
     Args:
         requested: The plan for the devices that were named.
@@ -188,7 +190,7 @@ def describe_fit(
 def session_workload(
     args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1
 ) -> Workload | None:
-    """Return the workload that a session of a model assumes, or None for a graph."""
+    """Make the workload (prompts and decode steps) that a session of a model assumes for planning; None for a graph."""
     if context is None:
         return None
     graph_of = partial(read_step_graph, args.model, context=context, caches=on.cache_dtypes)
@@ -196,7 +198,7 @@ def session_workload(
 
 
 def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
-    """Return a line about the gain of pipelined runs: micro-batches of several sequences, or chunks of a prompt.
+    """Describe the gain of pipelined runs in one line: micro-batches of several sequences, or chunks of a prompt.
 
     The line is empty if there is one sequence and no prompt, or one device.
 
@@ -221,10 +223,10 @@ def read_step_graph(
     caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes,
     sequences: int = 1,
 ) -> tuple[Graph, int | None]:
-    """Return the graph of a file, and for a model file its context in tokens.
+    """Return the graph of one step of a model file, and the context in tokens; for a graph file the graph, and None.
 
-    For a model the context is full, and each sequence has a row of logits. No graph of a session with this
-    context and `tokens` tokens is larger, so the memory fit holds for the session.
+    For a model the context is full, and each sequence has a row of logits. No graph of a session with this context
+    and `tokens` tokens is larger, so the memory fit holds for the session.
 
     Args:
         path: A model file or a graph file.
@@ -250,7 +252,7 @@ def read_step_graph(
 def plan_and_session_plan(
     graph: Graph, on: DeviceGroup, simulated: str | None = None, use: Workload | None = None
 ) -> tuple[Plan, Plan]:
-    """Return the plan of `graph` for real or simulated devices, and the plan of a session.
+    """Make the requested plan of `graph` for real or simulated devices, and the plan that a session would use.
 
     The session plan is the same plan if it fits into memory. Otherwise it has host offload.
 
@@ -273,12 +275,12 @@ def plan_and_session_plan(
 
 
 def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan of another step with the weight layout of `plan`."""
+    """Plan the graph of another step with the weight layout of `plan`."""
     return plan_for_group(graph, plan.group, hardware=plan.hardware, like=plan)
 
 
 def read_plan(path: str) -> Plan:
-    """Read a plan from a JSON file; raise `ModelError` if it has none."""
+    """Read a plan from a JSON file; raise `ModelError` if the file has none."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_GRAPH_FILE_BYTES + 1)

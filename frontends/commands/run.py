@@ -1,4 +1,4 @@
-"""``hocket run``: generated text after a prompt, or a chat."""
+"""``hocket run``: prints generated text after a prompt, or answers a chat."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_chat_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of the chat template."""
+    """Add the flags of the chat template and its variables."""
     names = ("--chat-template", "--chat-template-file")
     sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) instead of the model's own")
     further = "further variables of the chat template, as '{\"enable_thinking\": false}'"
@@ -113,7 +113,7 @@ def add_chat_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_ending_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of grammars and of the end of a text."""
+    """Add the flags of grammars, stop strings and other ends of a text."""
     sub.add_argument("--ignore-eos", action="store_true", help="continue after an end token")
     sub.add_argument(
         *("-r", "--reverse-prompt"),
@@ -247,7 +247,7 @@ def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Gramma
 
 
 def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
-    """Print a prompt and its continuation; return the exit code."""
+    """Complete a prompt: print it and its continuation; return the exit code."""
     text = broadcast_text(
         args, lambda: read_prompt(args, "" if args.load_state else DEFAULT_PROMPT if args.model is None else None)
     )
@@ -281,7 +281,7 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
 
 
 def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
-    """Print the first value of a prompt that differs on another device, with the graph around it.
+    """Compare all values of a prompt with another device; print the first one that differs, and the graph around it.
 
     The last token is a step of its own, because other kernels compute it.
 
@@ -307,7 +307,7 @@ def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer)
 
 
 def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
-    """Compare one step with another device; return a message and whether a value is wrong."""
+    """Compare the values of one step with another device; return a message and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
@@ -354,7 +354,7 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
 
 
 def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat:
-    """Return the chat template and its variables from the flags.
+    """Return the chat template and its variables that the flags describe.
 
     Raises:
         ModelError: A file is missing or damaged, or the template is wrong.
@@ -372,7 +372,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 
 def drafter_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
-    """Return speculative decoding with the model of -md on the same devices, or with MTP blocks; None without."""
+    """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
     if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
@@ -394,7 +394,7 @@ def format_acceptance(ahead: SpeculativeDecoder | None) -> str:
 
 
 def read_prompt(args: argparse.Namespace, default: str | None) -> str:
-    """Return the text of -p or -f, or else the piped text, or else the default.
+    """Return the prompt: the text of -p or -f, or else the piped text, or else the default.
 
     Raises:
         ModelError: There is no text.
@@ -411,7 +411,7 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
 
 
 def has_piped_text() -> bool:
-    """Whether stdin has text now; an empty pipe is not waited for."""
+    """Return whether stdin has piped text now; an empty pipe is not waited for."""
     try:
         return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):  # stdin is closed, or has no file descriptor
@@ -419,17 +419,17 @@ def has_piped_text() -> bool:
 
 
 def is_stdin_terminal() -> bool:
-    """Whether stdin is a terminal, or closed."""
+    """Return whether stdin is a terminal, or closed."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def format_seed(args: argparse.Namespace) -> str:
-    """Return the flag that repeats this text, empty at temperature 0."""
+    """Format the flag `--seed` that repeats this text; empty at temperature 0."""
     return f"; --seed {args.seed}" if args.temp else ""
 
 
 def format_memory(session: Session) -> str:
-    """Return the bytes in use on each device; with several processes also the bytes of weights that each has read."""
+    """Format the bytes in use on each device; with several processes also the weight bytes that each has read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []

@@ -1,4 +1,4 @@
-"""``hocket serve``: a model server for clients of OpenAI, Anthropic and llama-server."""
+"""``hocket serve``: runs a model server for clients of OpenAI, Anthropic and llama-server."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from ...server.options import ServerOptions
 
 API_KEY_VARIABLE = "HOCKET_API_KEY"
-"""An environment variable with one more API key."""
+"""The environment variable with one more API key."""
 DEFAULT_SLOTS = 4
 QUEUE_PER_SLOT = 4
-"""Requests that wait by default, for each slot."""
+"""Default number of requests that wait, for each slot."""
 MAX_PORT = 65535
 GC_THRESHOLD_OBJECTS = 10_000
 """The number of new objects after which a server searches for garbage cycles; a search takes about a millisecond."""
@@ -131,7 +131,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def parse_duration(text: str) -> float:
-    """Return a number of seconds or milliseconds that is finite and not negative."""
+    """Parse a duration in seconds or milliseconds: a finite number of at least 0."""
     value = parse_number(text)
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a finite number of at least 0")
@@ -215,7 +215,7 @@ def limit_garbage() -> None:
 
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
-    """Return the loaded model of the flags, and its name for clients."""
+    """Open the model that the flags describe, and return it with its name for clients."""
     group = device_group_from_flags(args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes(args))
     span = args.control_vector_layer_range
     model = Model(
@@ -240,7 +240,7 @@ def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
 
 
 def read_server_options(args: argparse.Namespace) -> ServerOptions:
-    """Return the options of the HTTP server; the files of keys and of the chat template are read.
+    """Read the options of the HTTP server from the flags, and from the files of keys and of the chat template.
 
     Raises:
         ModelError: The extra ``server`` is not installed, or options contradict each other.
@@ -284,7 +284,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def check_server_options(options: ServerOptions) -> None:
-    """Check the options before the model is loaded, which may take long.
+    """Check the server options before the model is loaded, which may take long.
 
     Raises:
         ModelError: The address cannot be used, the certificate cannot be read, or the chat template has wrong syntax.
@@ -325,7 +325,11 @@ def _read_api_keys(path: str | None) -> tuple[str, ...]:
 
 
 def print_prediction(args: argparse.Namespace) -> int:
-    """Print memory, predicted speed and the plan of a decode step with all slots; return 1 if memory is too small."""
+    """Print the memory fit, the predicted speed and the plan of a decode step with all slots, for `--dry-run`.
+
+    Returns:
+        The exit code: 1 if memory is too small, else 0.
+    """
     group = device_group_from_flags(args, **cache_dtypes(args))
     graph_of = partial(read_step_graph, args.model, context=args.context, tokens=1, caches=group.cache_dtypes)
     graph, context = graph_of(sequences=args.parallel)

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the devices, models and sessions that they describe."""
+"""Flags that several commands share, and the devices, models and sessions that the flags describe."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ EXACT_HELP = (
 def add_model_flags(
     sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
 ) -> None:
-    """Add the model as first argument, or after ``-m`` as in llama.cpp."""
+    """Add the argument for the model file, first or after ``-m`` as in llama.cpp."""
     sub.add_argument("model", metavar=metavar, help=help, **options)
     sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
 def add_session_flags(sub: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that run a model."""
+    """Add the flags of all commands that run a model in a session."""
     add_group_flags(sub, sub)
     add_adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
@@ -88,7 +88,7 @@ def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def load_model_from_flags(args: argparse.Namespace) -> Model:
-    """Return the model of a command, with its adapters."""
+    """Load the model that the flags name, with its adapters."""
     span = args.control_vector_layer_range
     return open_adapted_model(
         args.model,
@@ -99,12 +99,12 @@ def load_model_from_flags(args: argparse.Namespace) -> Model:
 
 
 def mark_multi_rank(sub: argparse.ArgumentParser) -> None:
-    """Mark a command that all ranks run together; rank 0 alone runs the other commands."""
+    """Mark a command that all ranks run together under mpiexec; rank 0 alone runs the other commands."""
     sub.set_defaults(in_ranks=True)
 
 
 def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
-    """Add the flags of the devices and of the split.
+    """Add the flags of the device group: devices, split mode, tensor split and placement.
 
     Args:
         sub: Parser of the command.
@@ -153,7 +153,7 @@ def add_packed_flag(sub: argparse.ArgumentParser) -> None:
 
 
 def cache_dtypes(args: argparse.Namespace) -> dict[str, str | None]:
-    """Return the fields of the device group that the flags of the KV cache give."""
+    """Return the KV-cache dtypes that the flags give, as fields of `DeviceGroup`."""
     return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
 
 
@@ -168,7 +168,7 @@ def add_trace_flag(sub: argparse._ActionsContainer) -> None:
 
 @contextmanager
 def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
-    """Trace the runs of a session in this context and write the trace at the end, also after a failure.
+    """Trace the runs of a session in this context and write the trace to a file at the end, also after a failure.
 
     Without a path nothing is traced. With several processes rank 0 writes the trace of its own devices.
 
@@ -216,7 +216,7 @@ def device_group_from_flags(args: argparse.Namespace, **others: Any) -> DeviceGr
 
 
 def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
-    """Return the value watch of `--watch`, which prints statistics to stderr, or None."""
+    """Return the value watch that `--watch` describes, which prints statistics to stderr, or None."""
     return (
         None
         if args.watch is None
@@ -238,6 +238,6 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
 
 
 def broadcast_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
-    """Return the text that `read` gives on rank 0, on all ranks."""
+    """Read a text on rank 0, and broadcast it to all ranks."""
     keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
     return str(args.world.broadcast_from_first(lambda: read().encode(errors=keep)).decode(errors=keep))

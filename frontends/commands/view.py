@@ -1,4 +1,4 @@
-"""``hocket view``: the step of a model, a graph or a plan as one page for a browser."""
+"""``hocket view``: writes the step of a model, a graph or a plan as one page for a browser."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_page(args: argparse.Namespace, title: str) -> Page:
-    """Build the page of a graph, of the plan in a file, or of a new plan for the devices.
+    """Build the page of the graph or the plan in a file, or of a new plan for the devices of the flags.
 
     Raises:
         ModelError, GraphError, PlanError, BackendError: The file or the combination of flags is wrong.
@@ -81,7 +81,7 @@ def build_page(args: argparse.Namespace, title: str) -> Page:
 
 
 def is_plan(path: str) -> bool:
-    """Whether the first bytes of a file have the marker of plans in JSON."""
+    """Return whether a file is a plan in JSON: the marker of plans is in its first bytes."""
     with open(path, "rb") as file:
         start = file.read(PLAN_MARKER_BYTES)
     return start.lstrip().startswith(b"{") and b'"hocket-plan-' in start

@@ -1,4 +1,4 @@
-"""A conversation: messages in the chat template of the model; only new tokens are evaluated."""
+"""A conversation: messages in the chat template of the model; each answer evaluates the new tokens only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .speculative import SpeculativeDecoder
 
 
 class Conversation:
-    """Answers messages in sequence 0 of a session; the KV cache has the earlier messages.
+    """A chat that answers messages in sequence 0 of a session; the KV cache has the earlier messages.
 
     Args:
         session: The session that generates the answers.
@@ -49,7 +49,7 @@ class Conversation:
         self.restart()
 
     def restart(self) -> None:
-        """Remove all messages except the system prompt."""
+        """Restart the conversation: remove all messages except the system prompt."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self.rendered_text = ""
         """The text of the conversation so far: the output of the template, and the answers as generated."""
@@ -57,7 +57,9 @@ class Conversation:
         """The tokens of the conversation: all that the session has read, and possibly one more of a stopped answer."""
 
     def reply(self, text: str) -> Iterator[str]:
-        """Yield the answer to a user message in pieces; of an interrupted answer the written part counts.
+        """Reply to a user message, and yield the answer in pieces.
+
+        The conversation keeps the written part of an interrupted answer.
 
         Raises:
             ModelError: The message does not fit into the context. The conversation is then unchanged.
@@ -94,7 +96,10 @@ class Conversation:
     known = property(lambda self: self.tokens, doc="The old name of `tokens`, until 0.3.")
 
     def _encode_new_text(self, prompt: str) -> list[int]:
-        """Return the tokens of `prompt` after the rendered text; all tokens if the template changed earlier text."""
+        """Encode the part of `prompt` after the text that the conversation has rendered before.
+
+        If the template changed earlier text, the session is reset and the whole prompt is encoded.
+        """
         if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):
             return self.tokenizer.encode_further(prompt[len(self.rendered_text) :], self.tokens[-1])
         self.session.reset(0)
@@ -102,11 +107,11 @@ class Conversation:
         return self.tokenizer.encode_chat(prompt)
 
     def save(self, path: str | Path) -> None:
-        """Save the state of the session and the messages to a file; raise `OSError` if it cannot be written."""
+        """Save the messages and the state of the session to a file; raise `OSError` if it cannot be written."""
         save_state(self.session, [self.tokens], path, talk={"messages": self.messages, "seen": self.rendered_text})
 
     def load(self, path: str | Path) -> None:
-        """Load a saved conversation.
+        """Load a conversation that `save` has written: its messages and the state of the session.
 
         Raises:
             ModelError: The file is no saved conversation. This conversation is then unchanged.
@@ -120,7 +125,7 @@ class Conversation:
 
 
 def _is_message(entry: object) -> bool:
-    """Whether an entry is a message for a template: texts under ``role`` and ``content`` only."""
+    """Return whether a value is a message for a chat template: texts under the keys ``role`` and ``content`` only."""
     if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
         return False
     return all(isinstance(text, str) for text in entry.values())

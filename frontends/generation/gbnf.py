@@ -1,7 +1,7 @@
 """Converts GBNF, the grammar format of llama.cpp, to a Lark grammar for llguidance.
 
 GBNF has no lexer: a grammar describes characters. llguidance has one: it splits the text into lexemes, the longest
-match first. `convert_to_lark` keeps the meaning in three steps:
+match first. `convert_gbnf_to_lark` keeps the meaning in three steps:
 
 1. Every largest part of a rule without recursion becomes one lexeme, since masks of long lexemes are fast.
 2. If the longest match of a lexeme can differ from the grammar, the lexeme is split into its parts. `_LexemeChooser`
@@ -46,7 +46,7 @@ MAX_LEXEME_STATES = 5000
 def convert_to_lark(
     grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
 ) -> str:
-    """Return a grammar as Lark; a Lark grammar is returned unchanged.
+    """Convert a GBNF grammar to a Lark grammar for llguidance; a Lark grammar is returned unchanged.
 
     Args:
         grammar: GBNF, or Lark.
@@ -91,7 +91,7 @@ def _has_tokens(expression: Expression) -> bool:
 
 
 def _find_regular_rules(rules: Rules) -> frozenset[str]:
-    """Return the rules without recursion and without tokens."""
+    """Find the names of the regular rules: rules without recursion and without tokens, which can be in a lexeme."""
     regular: set[str] = set()
     left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
     while ready := [name for name, needed in left.items() if needed <= regular]:
@@ -103,7 +103,7 @@ def _find_regular_rules(rules: Rules) -> frozenset[str]:
 
 @cache
 def _compute_lead_bytes(first: int, last: int) -> int:
-    """Return the first bytes of the UTF-8 text of these characters, as a bit set."""
+    """Compute the set of lead bytes of the UTF-8 text of the characters `first` to `last`, as a bit mask."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
         a, b = max(first, low), min(last, high)
@@ -116,7 +116,7 @@ def _compute_lead_bytes(first: int, last: int) -> int:
 
 @cache
 def _compute_first_bytes(characters: Characters) -> int:
-    """Return the bytes with which these characters can begin, as a bit set."""
+    """Compute the set of bytes with which a text of these characters can begin, as a bit mask."""
     ranges = sorted(characters.ranges)
     if characters.is_negated:
         edges, low = [], 0
@@ -133,7 +133,11 @@ def _compute_first_bytes(characters: Characters) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """The positions of an expression without recursion: possible first and last ones (Glushkov, 1961)."""
+    """A position automaton of an expression without recursion (Glushkov, 1961): its possible first and last positions.
+
+    A position is one occurrence of characters in the expression. `is_nullable` is true if the expression may be
+    empty.
+    """
 
     is_nullable: bool
     first: frozenset[int]
@@ -141,10 +145,10 @@ class _Automaton:
 
 
 class _LexemeChooser:
-    """Chooses the lexemes of rules; `bodies` has the bodies of the rules with `Lexeme` marks.
+    """Chooses the lexemes of grammar rules, so that the longest match never differs from the grammar.
 
-    Comparisons use first bytes of characters, and bounded repetitions count as unbounded ones. Both may report a
-    conflict that does not exist, but they never miss one.
+    `bodies` has the bodies of the rules with `Lexeme` marks. Comparisons use first bytes of characters, and bounded
+    repetitions count as unbounded ones. Both may report a conflict that does not exist, but they never miss one.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -171,7 +175,7 @@ class _LexemeChooser:
         return bodies
 
     def find_rule_references(self, expression: Expression) -> Iterator[str]:
-        """Yield the names of the rules that an expression references outside its lexemes."""
+        """Yield the names of the rules that an expression references outside of its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
         elif not isinstance(expression, Lexeme):
@@ -259,9 +263,14 @@ class _LexemeChooser:
     def join_followers(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
-        """Return the sets of lexemes that are candidates at one position.
+        """Find the sets of lexemes that are candidates at the same position of a text.
 
-        Two one-character lexemes with a common byte may match together. Their followers are then merged.
+        Two one-character lexemes with a common first byte may match together. Their sets of followers are then
+        merged.
+
+        Args:
+            following: The lexemes that may follow each lexeme.
+            start: The lexemes at the beginning of a text.
         """
         while True:
             groups = {start, *following.values()}
@@ -297,7 +306,7 @@ class _LexemeChooser:
         return nullable
 
     def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Return four facts about a lexeme.
+        """Compute the properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
             The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and
@@ -357,7 +366,15 @@ class _LexemeChooser:
 
 
 def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
-    """Return the bytes that extend a complete match of an automaton, as a bit set; all bytes if it is too large."""
+    """Compute the set of bytes that extend a complete match of an automaton, as a bit mask.
+
+    The set has all bytes if the automaton is too large.
+
+    Args:
+        whole: The automaton of a lexeme.
+        sets: The bytes of each position, as bit masks.
+        follow: The positions that may follow each position.
+    """
     everything = (1 << 256) - 1
     if len(sets) > MAX_LEXEME_STATES:
         return everything
@@ -387,7 +404,7 @@ def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[se
 
 
 def _format_lark(rules: Rules) -> str:
-    """Return rules as Lark."""
+    """Format GBNF rules as the text of a Lark grammar."""
     bodies = _LexemeChooser(rules).bodies
     numbers = {name: i for i, name in enumerate(rules)}
     terminals: dict[Expression, str] = {}

@@ -1,4 +1,4 @@
-"""Parses GBNF, the grammar format of llama.cpp: text to rules of characters, tokens and other rules."""
+"""Parses GBNF, the grammar format of llama.cpp: a text becomes rules of characters, tokens and other rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_NESTING = 50
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character inside the code point ranges (first, last), or outside all of them if negated."""
+    """A grammar expression for one character in the code point ranges (first, last), or outside of them if negated."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,7 +38,7 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token with its id in one of the ranges (first, last)."""
+    """A grammar expression for one token with its id in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -71,7 +71,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """An expression without recursion that is one lexeme."""
+    """A mark around an expression without recursion that becomes one lexeme, a unit of the lexer."""
 
     body: Expression
 
@@ -82,7 +82,7 @@ EMPTY_SEQUENCE = Sequence(())
 
 
 class GbnfParser:
-    """A recursive-descent parser of GBNF.
+    """A recursive-descent parser of GBNF grammars.
 
     Args:
         text: The grammar.
@@ -214,7 +214,7 @@ class GbnfParser:
         return Characters(tuple(ranges), is_negated)
 
     def parse_character(self, end: str) -> int:
-        """Parse one character, which may be an escape, and return its code point; `end` describes the closing text."""
+        """Parse one character or escape, and return its code point; `end` names the closing text in errors."""
         start, char = self.position, self.next_character
         if not char:
             self.fail(end)

@@ -28,8 +28,8 @@ from .speculative import SpeculativeDecoder
 class Timing:
     """Token counts and seconds of a generation, updated during the run.
 
-    `prefill` and `decode` exclude the time for plans and kernels, which is added to `planning`. `load` is the time for
-    reading and packing weights.
+    `prefill` and `decode` are seconds without the time for plans and kernels, which is added to `planning`. `load` is
+    the time for reading and packing weights.
     """
 
     prompt_tokens: int = 0
@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token of a sequence, with its logits f32[vocabulary]."""
+    """A sampled token of a sequence, with the logits f32[vocabulary] from which it was sampled."""
 
     sequence: int
     token: int
@@ -98,11 +98,11 @@ def generate_tokens(
     before: Sequence[int] = (),
     ahead: SpeculativeDecoder | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that continue `prompt` in sequence 0.
+    """Yield the tokens that continue `prompt` in sequence 0 of a session.
 
     The random numbers depend on the seed and the position alone, so a text that is continued later is the same text.
-    The last token is not evaluated; with `limit` 0 this is the last token of the prompt. With several processes all of
-    them use the token of rank 0.
+    The last token is not evaluated; with `limit` 0 this is the last token of the prompt. With several processes all
+    of them use the token of rank 0.
 
     Args:
         session: The session that evaluates the tokens.
@@ -147,7 +147,10 @@ class GenerationParams:
     token_count: int | None = None
 
     def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
-        """Return the tokens that replace a full context: half of `context` at most."""
+        """Shift a full context: return the tokens that replace it, at most half of `context`.
+
+        These are the first `pinned_tokens` tokens and the last tokens of the text.
+        """
         assert self.pinned_tokens is not None
         pinned = min(self.pinned_tokens, context // 4)
         return [*tokens[:pinned], *tokens[len(tokens) - (context // 2 - pinned) :]]
@@ -166,9 +169,9 @@ def sample_tokens(
     active: set[int] | None = None,
     ahead: SpeculativeDecoder | None = None,
 ) -> Generator[SampledToken, None, None]:
-    """Yield the tokens that continue the prompts of all sequences of a session; the sequences run together.
+    """Yield the sampled tokens that continue the prompts of all sequences of a session; the sequences run together.
 
-    Every sequence gets the same tokens as alone. Otherwise this works as `generate_tokens`.
+    Every sequence gets the same tokens as alone. In other respects this works as `generate_tokens`.
 
     Args:
         session: The session, or the session of several micro-batches.
@@ -283,7 +286,10 @@ def _sample_sequences(
 
 
 def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
-    """Return the token of rank 0; machines of different types may round differently and sample another token."""
+    """Return the token of rank 0 on all ranks.
+
+    Machines of different types may round differently and sample another token.
+    """
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
@@ -296,7 +302,10 @@ def _fit_prompt(
     params: GenerationParams,
     known: list[list[int]],
 ) -> list[int]:
-    """Return the prompt of a sequence if it fits into the context; else reset the sequence and shorten its text."""
+    """Shorten the prompt of sequence i if it does not fit into the context, and reset the sequence in this case.
+
+    The shortened prompt has the first and the last tokens of the text, as after a context shift.
+    """
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
     shortened = params.shift_context([*known[i], *prompt], session.context)
@@ -310,7 +319,7 @@ def _fit_prompt(
 def compile_ahead(
     session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
 ) -> Timing:
-    """Build the plans and kernels of a generation before its start; return the seconds as a `Timing`.
+    """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
 
     Raises:
         ModelError: The sampling options do not fit the vocabulary.
@@ -331,7 +340,7 @@ def compile_ahead(
 
 
 class StopStringFilter:
-    """Passes text through until a stop string; text that may begin a stop string is delayed.
+    """Passes text through until a stop string; text that may begin a stop string is held back.
 
     Example: with the stop string ``END`` the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
     """
@@ -340,7 +349,7 @@ class StopStringFilter:
         self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
     def feed(self, new_text: str) -> str:
-        """Return the text that certainly precedes every stop string."""
+        """Take the next piece of text, and return the text that certainly precedes every stop string."""
         text = self.pending_text + new_text
         ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         self.has_matched = bool(ends)
@@ -354,12 +363,12 @@ class StopStringFilter:
 
 
 def _partial_match_length(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    """Return the length of the longest end of `text` that is the beginning of `stop`, but not all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the text of tokens in pieces of whole characters, until a stop string.
+    """Decode tokens to text, and yield it in pieces of whole characters, until a stop string.
 
     An incomplete character at the end becomes U+FFFD.
     """

@@ -1,4 +1,4 @@
-"""Constrained generation: the tokens that may come next by a grammar or a JSON schema, from llguidance (an extra)."""
+"""Constrained generation: the tokens that a grammar or a JSON schema allows next, from llguidance (an extra)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class _LlguidanceTokenizer:
-    """A tokenizer in the interface of llguidance: the bytes of every token."""
+    """An adapter from the tokenizer of a model to llguidance: the bytes of every token, and a function to encode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class _LlguidanceTokenizer:
 
 
 class Grammar:
-    """A grammar or a JSON schema for generated texts.
+    """A compiled grammar or JSON schema that generated texts must follow.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -111,12 +111,12 @@ class Grammar:
         """A message about the ignored keywords, or an empty text."""
 
     def make_state(self) -> GrammarState:
-        """Return the state of a text at its beginning."""
+        """Make the grammar state of a new text, at its beginning."""
         return GrammarState(self._matcher(self._tokenizer, self._rules, log_level=0), self._tokenizer.vocab_size)
 
 
 class GrammarState:
-    """The state of one text in a grammar."""
+    """The state of one text in a grammar: it tells which tokens may come next."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
@@ -124,9 +124,9 @@ class GrammarState:
         self._token_count = vocabulary
 
     def mask_logits(self, logits: F32) -> F32:
-        """Return a copy of the logits f32[rows] with -inf for tokens that may not come next.
+        """Mask logits: return a copy f32[n] with -inf for the tokens that the grammar does not allow next.
 
-        Rows after the last token of the vocabulary become -inf. Tokens without a row are never allowed.
+        Entries after the last token of the vocabulary become -inf. Tokens without an entry are never allowed.
 
         Raises:
             ModelError: No token is allowed, or llguidance has failed.
@@ -142,7 +142,7 @@ class GrammarState:
         return masked
 
     def accept(self, token: int) -> bool:
-        """Advance the state by `token`; return whether the text may continue.
+        """Accept `token` as the next token of the text, and return whether the text may continue.
 
         Raises:
             ModelError: llguidance has failed.
@@ -161,12 +161,12 @@ class GrammarState:
 
 
 def _join_messages(messages: list[str]) -> str:
-    """Return messages of llguidance as one line."""
+    """Join messages of llguidance to one line of at most 200 characters."""
     return " ".join("; ".join(messages).split())[:200]
 
 
 def _with_listed_names(schema: object) -> object:
-    """Return a JSON schema with patterns of listed names moved from `patternProperties` to `properties`.
+    """Move patterns that list names, such as ``^(a|b)$``, from `patternProperties` to `properties` of a JSON schema.
 
     llguidance would offer one more property of such a pattern after all its names are used.
     """

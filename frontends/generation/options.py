@@ -1,4 +1,4 @@
-"""The generation options of the Python API: their types, checks and meaning."""
+"""The generation options of the Python API: their types and checks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SAMPLING_OPTIONS = tuple(f.name for f in fields(Sampling))
 def resolve_options(
     options: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> tuple[GenerationParams, tuple[str, ...]]:
-    """Return the generation parameters and the stop strings of checked options.
+    """Check options, and resolve them to the generation parameters and the stop strings.
 
     Args:
         options: Values by the names of `Options`.

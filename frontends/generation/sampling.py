@@ -95,13 +95,13 @@ class Sampling:
             require(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
 
     def check(self, vocabulary: int) -> None:
-        """Raise `ModelError` if a bias names a token outside of `vocabulary` tokens."""
+        """Raise `ModelError` if a logit bias names a token outside of a vocabulary of `vocabulary` tokens."""
         for token, _ in self.bias:
             if not 0 <= token < vocabulary:
                 raise ModelError(f"logit bias: token {token}; need 0 to {vocabulary - 1}, as hocket tokenize prints")
 
     def choose(self, logits: npt.NDArray[np.float32], rng: np.random.Generator, before: Sequence[int] = ()) -> int:
-        """Return one token id.
+        """Choose the next token from logits, by the sampling options, and return its id.
 
         Args:
             logits: Logits [vocabulary].
@@ -124,7 +124,7 @@ class Sampling:
             return int(rng.choice(ids, p=softmax((filtered_logits - filtered_logits[0]) / self.temperature)))
 
     def _apply_penalties(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits after bias and penalties; the same array if there are none."""
+        """Apply bias and penalties to logits, and return a copy; the same array if there are none."""
         penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
         if not self.bias and not (penalises and len(recent)):
@@ -145,7 +145,10 @@ class Sampling:
         return adjusted
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the ids and the logits of the tokens that pass the filters, most probable first; at least one."""
+        """Return the tokens that pass the filters top-k, top-p and min-p: their ids and logits, most probable first.
+
+        At least one token passes.
+        """
         is_partial = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
         ids = find_top_k(logits, self.top_k) if is_partial else argsort_descending(logits)[: self.top_k or None]
         filtered_logits = logits[ids].astype(np.float64)

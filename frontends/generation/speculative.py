@@ -41,19 +41,19 @@ class AcceptanceCounts:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of a text, with a session of a draft model or of the model itself."""
+    """Proposes the next tokens of a text (draft tokens), with a session of a draft model or of the model itself."""
 
     session: Session
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens that are likely to follow the tokens `known`."""
+        """Propose up to `count` draft tokens that are likely to follow the tokens `known`."""
 
-    def prepare(self, prompt: int, count: int) -> None:
-        """Build the plans and kernels for `count` draft tokens after a prompt of `prompt` tokens."""
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        """Compile the plans and kernels for `count` draft tokens after a prompt of `prompt_tokens` tokens."""
 
 
 class ModelDrafter:
-    """Proposes the most probable tokens of a draft model, in a session of one sequence."""
+    """A drafter that proposes the most probable tokens of a small draft model, in a session of one sequence."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -61,7 +61,7 @@ class ModelDrafter:
         self._checkpoint = make_checkpoint(session)
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """Return `count` tokens after the tokens `known`; none if the context is too short for them."""
+        """Propose the `count` most probable tokens after the tokens `known`; none if the context is too short."""
         session = self.session
         if count < 1 or len(known) + count > session.context:
             return []
@@ -76,23 +76,23 @@ class ModelDrafter:
             tokens.append(int(session.evaluate([tokens[-1:]])[0][-1].argmax()))
         return tokens
 
-    def prepare(self, prompt: int, count: int) -> None:
-        self.session.prepare(prompt)
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        self.session.prepare(prompt_tokens)
         for tokens in range(1, count + 2):
-            self.session.prepare(tokens, behind=prompt)
+            self.session.prepare(tokens, behind=prompt_tokens)
 
 
 class MtpDrafter:
-    """Proposes tokens by the multi-token prediction (MTP) blocks of the model itself, in turn.
+    """A drafter that proposes tokens by the multi-token prediction (MTP) blocks of the model itself, in turn.
 
-    `session` has one sequence and a model from `Model.guessing`.
+    `session` has one sequence and a model from `Model.with_mtp_blocks`.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """Return `count` tokens after the tokens `known`; the session has read all of these except the last one."""
+        """Propose `count` tokens after the tokens `known`; the session has read all of these except the last one."""
         session, token, tokens = self.session, known[-1], list[int]()
         seen, at = session.mtp_rows[0][-1:], session.lengths[0]
         with session.store.turn:
@@ -105,18 +105,18 @@ class MtpDrafter:
                 tokens.append(token)
         return tokens
 
-    def prepare(self, prompt: int, count: int) -> None:
-        for length in (1, prompt + count):
+    def prepare(self, prompt_tokens: int, count: int) -> None:
+        for length in (1, prompt_tokens + count):
             for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
                 self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
     def block_for_draft(self, draft_index: int) -> int:
-        """Return the index of the block for draft token `guess`; the last block predicts all later tokens."""
+        """Choose the MTP block for the draft token number `draft_index`; the last block predicts all later tokens."""
         return min(draft_index, self.session.model.mtp_block_count - 1)
 
 
 class SpeculativeDecoder:
-    """A session of one sequence that evaluates draft tokens together with each sampled token.
+    """Speculative decoding in a session of one sequence: each run evaluates a sampled token and draft tokens.
 
     Args:
         session: The session of the large model.
@@ -138,7 +138,11 @@ class SpeculativeDecoder:
         self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
 
     def next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled."""
+        """Compute the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled.
+
+        If this token equals the next draft token, its logits are known already. Otherwise the rejected draft tokens
+        are discarded, and a run evaluates the token with new draft tokens.
+        """
         if (
             self._accepted_count < len(self._evaluated_tokens)
             and self._evaluated_tokens[self._accepted_count] == known[-1]
@@ -156,16 +160,16 @@ class SpeculativeDecoder:
         return self._logits[:1]
 
     def discard_rejected(self) -> None:
-        """Remove the rejected draft tokens from the session."""
+        """Discard the rejected draft tokens of the last run from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
             rewind_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
-    def prepare(self, prompt: int) -> None:
-        """Build the plans and kernels of runs with draft tokens after a prompt of `prompt` tokens."""
-        self.drafter.prepare(prompt, self.max_draft_tokens)
+    def prepare(self, prompt_tokens: int) -> None:
+        """Compile the plans and kernels of runs with draft tokens after a prompt of `prompt_tokens` tokens."""
+        self.drafter.prepare(prompt_tokens, self.max_draft_tokens)
         for count in range(1, self.max_draft_tokens + 2):
-            self.session.prepare(count, behind=prompt, every_position=True, reversible=True)
+            self.session.prepare(count, behind=prompt_tokens, every_position=True, reversible=True)
 
 
 def require_same_vocabulary(model: Model, draft: Model) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates: messages in, prompt text in the form of the training data out.
+"""Chat templates: turn the messages of a chat into prompt text in the form of the training data.
 
 A template is a jinja2 program from the model file and may be hostile. It runs in the sandbox of `chat_sandbox`, with
 the variables and functions of HF ``transformers``.
@@ -27,7 +27,7 @@ NAMED_TEMPLATES: Mapping[str, str] = {
 
 
 def select_chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
-    """Return the chat template of a GGUF file.
+    """Return the chat template of a GGUF file: the default one, or the one with the given name.
 
     Args:
         metadata: The keys of the model file.
@@ -53,7 +53,7 @@ def select_chat_template(metadata: Mapping[str, object], name: str | None = None
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """A chat template with its additional variables, such as `tools`."""
+    """A chat template together with the values of additional template variables, such as `tools`."""
 
     template: str
     variables: Mapping[str, object]
@@ -70,7 +70,7 @@ def choose_chat_format(
     documents: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> ChatFormat:
-    """Choose the template of a chat, and its variables.
+    """Choose the chat template of a model, and set its additional variables.
 
     Args:
         metadata: The keys of the model file.
@@ -104,7 +104,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     **extra: object,
 ) -> str:
-    """Return the prompt for a list of messages, as input for `Tokenizer.encode_chat`.
+    """Render a list of messages with a chat template; the result is the prompt for `Tokenizer.encode_chat`.
 
     Source: ``apply_chat_template`` of HF ``transformers``.
 

@@ -3,11 +3,13 @@
 The sandbox of jinja2 hides the internals of Python. It permits nested loops, ``x ~ x`` in a loop and ``'a' * 10**9``.
 This sandbox adds two limits:
 
-1. Fuel: each loop iteration, macro call, filter, comparison and text operator consumes fuel in proportion to its data.
+1. Fuel: each loop iteration, macro call, filter, comparison and text operator consumes fuel in proportion to its
+   data.
 2. Size: no text, list or mapping may exceed `MAX_TEXT_CHARACTERS`, contents included.
 
-Fuel is independent of the clock, so a template has the same result on every machine. Example: the loop
-``{% for x in range(9) %}`` consumes 9 units for the iterations, and more for the call of ``range`` and for each output.
+Fuel is a budget of execution steps. It is independent of the clock, so a template has the same result on every
+machine. Example: the loop ``{% for x in range(9) %}`` consumes 9 units for the iterations, and more for the call of
+``range`` and for each output.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ REMOVED_FILTERS = ("pprint", "striptags", "urlencode", "urlize", "wordcount", "w
 
 
 class GenerationTag(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks text of the model for training; here it has no effect."""
+    """A jinja2 extension that accepts and ignores ``{% generation %} ... {% endgeneration %}``.
+
+    The tag marks text of the model for training.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -80,7 +85,9 @@ class GenerationTag(Extension):
 
 
 class FuelInstrumenter(NodeTransformer):
-    """Inserts calls of `ChatEnvironment` that consume fuel into the syntax tree of a template.
+    """Rewrites the syntax tree of a template so that it consumes fuel (a budget of execution steps).
+
+    It inserts calls of methods of `ChatEnvironment`:
 
     - Loops and macros begin with ``consume_fuel()``.
     - Literals and comparison operands pass through ``charge_value()``, slices through ``charge_length()``.
@@ -136,7 +143,7 @@ def _build_call(method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of one rendering, with the functions that HF ``transformers`` gives to chat templates."""
+    """The jinja2 environment of one rendering: a sandbox with fuel, size limits and the functions of transformers."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -155,7 +162,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = strftime_now
 
     def render_text(self, source: str, variables: Mapping[str, object]) -> str:
-        """Return the output of the template `source`; exceptions of the template propagate."""
+        """Render the template `source` with variables; exceptions of the template propagate."""
         tree = FuelInstrumenter().visit(self.parse(source))
         pieces, size = [], 0
         for piece in self.from_string(tree).generate(variables):
@@ -165,7 +172,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def consume_fuel(self, steps: int = 1) -> None:
-        """Subtract `steps` units from the fuel.
+        """Subtract `steps` units from the remaining fuel, which bounds the work of a template.
 
         Raises:
             ModelError: The fuel is exhausted.
@@ -175,7 +182,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             raise ModelError("the chat template does not come to an end; use another one, or plain text")
 
     def charge_value(self, value: Any) -> Any:
-        """Return `value` after consuming fuel for its complete contents.
+        """Consume fuel for the complete contents of `value`, and return `value`.
 
         Lists that contain each other can have text without end. So the traversal stops at `MAX_TEXT_CHARACTERS`.
         """
@@ -198,7 +205,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def charge_length(self, value: Any) -> Any:
-        """Return `value` after consuming fuel for its length alone."""
+        """Consume fuel for the length of `value`, without its contents, and return `value`."""
         if isinstance(value, str):
             self.consume_fuel(1 + len(value) // CHARACTERS_PER_FUEL)
         elif isinstance(value, (Mapping, list, tuple, range, MappingView)) and not isinstance(value, Context):
@@ -207,18 +214,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def join_texts(self, *parts: object) -> str:
-        """Return the result of ``a ~ b ~ c``."""
+        """Join values as one text, after consuming fuel for them: the result of ``a ~ b ~ c`` in a template."""
         return self.join_all(str(self.charge_value(part)) for part in parts)
 
     def join_all(self, parts: Iterable[str]) -> str:
-        """Return the output parts of a macro or a block as one text."""
+        """Join the output pieces of a macro or a block as one text, after a check of the total length."""
         texts = list(parts)
         self._require_size(sum(map(len, texts)))
         text = "".join(texts)
         return self.charge_value(text)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator, after a check of the size of its result."""
+        """Apply a binary operator of a template, after a check that its result is not too large."""
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             times = abs(right) if operator == "**" else 1
             if left.bit_length() * times + right.bit_length() > MAX_INTEGER_BITS:
@@ -236,7 +243,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.charge_length(result) if isinstance(result, list) else self.charge_value(result)
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the template, after consuming fuel for the arguments and checking the result size."""
+        """Call a function for a template: consume fuel for the arguments, and check the size of the result."""
         method = getattr(callee, "__wrapped__", callee)  # jinja2 wraps str.format
         owner = getattr(method, "__self__", None)
         if owner is self:  # inserted by `FuelInstrumenter`
@@ -269,7 +276,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             )
 
     def _require_growth(self, arguments: Iterable[object]) -> None:
-        """Raise if the product of the argument sizes far exceeds the limit, as for padding, repeating, replacing."""
+        """Raise `ModelError` if a result could exceed the size limit, as by padding, repeating or replacing.
+
+        The estimate is the product of the argument sizes.
+        """
         product = 1
         for arg in arguments:
             if isinstance(arg, (str, list, tuple)):
@@ -294,11 +304,11 @@ def to_json(
 
 
 def raise_exception(message: object) -> None:
-    """Raise the `ModelError` with which a template refuses its messages."""
+    """Raise a `ModelError` with the message of a template that refuses its input; templates call this function."""
     text = " ".join(str(message).split())[:200]
     raise ModelError(f"the chat template refuses these messages: {text}")
 
 
 def strftime_now(format: str) -> str:
-    """Return the local time in the given format."""
+    """Return the current local time in the given format; templates call this function."""
     return datetime.datetime.now().strftime(format)

@@ -1,4 +1,4 @@
-"""Hyperparameters of a model file: checked metadata under the prefix of the architecture."""
+"""Reads hyperparameters of a model file: checked metadata under the prefix of the architecture."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ MIN_POSITIVE, MAX_MAGNITUDE = 1e-37, 1e37
 
 @dataclass(frozen=True, slots=True)
 class ArchitectureKeys:
-    """The metadata ``architecture.*`` of `gguf`.
+    """Reads the metadata ``architecture.*`` of the file `gguf`, with checks of types and ranges.
 
-    Every method that reads a key raises `ModelError` for a missing, mistyped or implausible value.
+    Every method that reads a key raises `ModelError` for a missing, mistyped or implausible value. `name` is the key
+    without the prefix of the architecture.
     """
 
     gguf: Gguf
@@ -31,27 +32,27 @@ class ArchitectureKeys:
         return self._full_key(name) in self.gguf.metadata
 
     def error(self, name: str, problem: str) -> ModelError:
-        """Return a one-line error about the key `name`."""
+        """Make a one-line error about the key `name`, with the full key, the problem and a remedy."""
         return ModelError(f"{self.gguf.path}: metadata {self._full_key(name)} {problem}; {CONVERT_REMEDY}")
 
     def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Return an integer from `minimum` to `MAX_I32`, or `default` if the key is missing."""
+        """Read an integer from `minimum` to `MAX_I32`, or return `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
         return self._check_count(name, self.gguf.require(self._full_key(name), int), minimum)
 
     def count_or_default(self, name: str, default: int) -> int:
-        """Return a count, or `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
+        """Read a count, or return `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
         return self.count(name, 0, minimum=0) or default
 
     def per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
-        """Return one count per block, from a scalar or from an array with one value per block."""
+        """Read one count per block, from one number for all blocks or from an array with a number per block."""
         return tuple(
             self._check_count(name, n, 0) for n in self.gguf.per_layer(self._full_key(name), int, blocks, default)
         )
 
     def integers(self, name: str, min_count: int = 0) -> tuple[int, ...]:
-        """Return the non-negative integers of a list, at least `min_count` of them.
+        """Read a list of at least `min_count` non-negative integers.
 
         The result is empty if the key is missing or is not a list.
         """
@@ -62,14 +63,14 @@ class ArchitectureKeys:
         return numbers
 
     def per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
-        """Return one non-negative number per block; 0 if the key is missing."""
+        """Read one limit per block, a non-negative number; 0 (no limit) if the key is missing."""
         values = self.gguf.per_layer(self._full_key(name), float, blocks, 0.0)
         if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
             raise self.error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
         return values
 
     def positive(self, name: str, default: float | None = None) -> float:
-        """Return a positive number that fits float32, or `default` if the key is missing."""
+        """Read a positive number that fits float32, or return `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
         value = self.gguf.require(self._full_key(name), float)
@@ -78,7 +79,10 @@ class ArchitectureKeys:
         return value
 
     def xielu(self, blocks: int) -> tuple[tuple[float, ...], ...]:
-        """Return ``(alpha_n, alpha_p, beta, eps)`` of `ops.xielu` per block; these keys have no prefix."""
+        """Read the parameters ``(alpha_n, alpha_p, beta, eps)`` of `ops.xielu` for each block.
+
+        These keys have no prefix of the architecture.
+        """
         columns = []
         for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
             values = self.gguf.per_layer(key, float, blocks)
@@ -89,50 +93,53 @@ class ArchitectureKeys:
         return tuple(zip(*columns, strict=True))
 
     def number(self, name: str, default: float) -> float:
-        """Return a number that fits float32, or `default` if the key is missing or the number does not fit."""
+        """Read a number, or return `default` if the key is missing or the number does not fit float32."""
         value = self.gguf.get(self._full_key(name), float, default)
         return value if abs(value) <= MAX_MAGNITUDE else default
 
     def eps(self, name: str) -> float:
-        """Return the non-negative epsilon of a norm; the key is required."""
+        """Read the epsilon of a norm, a non-negative number; the key is required."""
         value = self.gguf.require(self._full_key(name), float)
         return value if value == 0.0 else self.positive(name)
 
     def positive_or_none(self, name: str) -> float | None:
-        """Return a positive number, or None if the key is missing or 0; converters write 0 for unset."""
+        """Read a positive number, or return `None` if the key is missing or 0; converters write 0 for unset."""
         return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.positive(name)
 
     def choice(self, name: str, default: str, known: Sequence[str]) -> str:
-        """Return a text that is one of `known`, or `default` if the key is missing."""
+        """Read a text that is one of `known`, or return `default` if the key is missing."""
         word = self.gguf.get(self._full_key(name), str, default)
         if word not in known:
             raise self.error(name, f"is {reprlib.repr(word)}; need one of {', '.join(known)}")
         return word
 
     def per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
-        """Return one boolean per block; integers count too, because llama.cpp writes integers."""
+        """Read one boolean per block; integers count too, because llama.cpp writes integers."""
         value = self.gguf.metadata.get(self._full_key(name))
         first = value[0] if isinstance(value, MetadataArray) and len(value) else value
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.per_layer(self._full_key(name), kind, blocks))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean, or `default` if the key is missing; a non-zero integer counts as true."""
+        """Read a boolean, or return `default` if the key is missing; a non-zero integer counts as true."""
         return self.per_block_flags(name, 1)[0] if self.has(name) else default
 
     def is_list(self, name: str) -> bool:
-        """Whether the key has a list, as opposed to one value for all blocks."""
+        """Return whether the value of the key is a list, as opposed to one value for all blocks."""
         return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
 
     def block_count(self) -> int:
-        """Return ``block_count``, at most the tensor count of the file; this bounds loops over a damaged count."""
+        """Read ``block_count``, the number of blocks of the model.
+
+        The count is at most the tensor count of the file; this bounds loops over a damaged count.
+        """
         blocks = self.count("block_count")
         if blocks > len(self.gguf.tensors):
             raise self.error("block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors")
         return blocks
 
     def vocabulary_rows(self) -> int:
-        """Return the rows of the token embedding, which may exceed the token count of the tokenizer."""
+        """Return the number of rows of the token embedding, which may exceed the token count of the tokenizer."""
         return self.gguf.tensor("token_embd.weight").shape[0]
 
     def _full_key(self, name: str) -> str:

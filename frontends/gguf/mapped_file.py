@@ -1,4 +1,4 @@
-"""A file mapped into memory, and a cursor that reads its header and never passes the end of the file."""
+"""A file mapped into memory, and a cursor that reads its header with checks against the end of the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DOWNLOAD_AGAIN_HINT = "download or convert the file again"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedFile:
-    """A regular file, mapped read-only. The mapping lives as long as any array over its bytes."""
+    """A regular file that is mapped read-only into memory. The mapping lives as long as any array over its bytes."""
 
     path: Path
     data: mmap.mmap
@@ -40,18 +40,18 @@ class MappedFile:
     """Device and inode number of the file; empty if unknown."""
 
     def release(self, start: int, end: int) -> None:
-        """Release the memory of the bytes `start` to `end`; a later read loads them from the file again."""
+        """Release the memory pages of the bytes `start` to `end`; a later read loads them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
-        """Return a one-line error about this file."""
+        """Make a one-line error about this file: its path, the problem and a remedy."""
         return ModelError(f"{format_name(str(self.path))}: {problem}; {remedy}")
 
 
 def format_name(name: str, limit: int = 120) -> str:
-    """Return a name for a one-line message, with escaped control characters and at most `limit` characters.
+    """Format a name for a one-line message, with escaped control characters and at most about `limit` characters.
 
     The middle of a longer name becomes an ellipsis.
     """
@@ -61,7 +61,7 @@ def format_name(name: str, limit: int = 120) -> str:
 
 
 def map_file(path: Path) -> MappedFile:
-    """Map a regular file.
+    """Map a regular file into memory, read-only.
 
     Raises:
         ModelError: The path is no regular file, is empty or cannot be opened. Pipes are refused before a read blocks.
@@ -85,7 +85,7 @@ def map_file(path: Path) -> MappedFile:
 
 
 class Cursor:
-    """Reads forward through the header of one file.
+    """A read position that moves forward through the header of a file.
 
     Every read raises `ModelError` if the file ends first. `section` names the current part of the file in errors.
     """
@@ -101,7 +101,7 @@ class Cursor:
         return self.file.error(f"{self.section} {problem}", remedy)
 
     def skip(self, size: int) -> int:
-        """Skip `size` bytes and return their start, in bytes from the start of the file."""
+        """Skip `size` bytes, and return the position of the first skipped byte from the start of the file."""
         start = self.position
         if size > self.file.size - start:
             raise self.error(f"needs {size} bytes at byte {start}, but the file ends at byte {self.file.size}")
@@ -128,7 +128,7 @@ class Cursor:
         return str(self.file.data[start : start + size], "utf-8", "replace")
 
     def read_strings(self, count: int) -> list[str]:
-        """Read `count` strings, with the results of `read_string` but without one call per string."""
+        """Read `count` strings at once, faster than by one call of `read_string` for each."""
         return [
             text
             for first in range(0, count, STRINGS_PER_READ)
@@ -169,7 +169,7 @@ class Cursor:
         return str(memoryview(self.file.data)[start:end], "utf-8")
 
     def read_name(self) -> str:
-        """Read the name of a metadata pair or a tensor: UTF-8, 1 to 65,535 bytes (the limit of the specification)."""
+        """Read the name of a metadata pair or of a tensor: UTF-8, 1 to 65,535 bytes (a limit of the specification)."""
         size = self.read_u64()
         if not 1 <= size <= 0xFFFF:
             raise self.error(f"has a name of {size} bytes; need 1 to 65,535")
@@ -182,7 +182,10 @@ class Cursor:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
     def skip_strings(self, count: int) -> None:
-        """Skip `count` strings. Their lengths stand between them, so the search for lengths dominates the time."""
+        """Skip `count` strings without decoding their text.
+
+        The length of each string stands before it, so the search for lengths dominates the time.
+        """
         lengths = self._find_lengths(count)
         if lengths is not None:
             self.position += 8 * count + int(lengths.sum())
@@ -198,11 +201,11 @@ class Cursor:
         self.position = at
 
     def _find_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
-        """Return the lengths in bytes of the next strings, int64[count], by a vectorised search.
+        """Find the lengths in bytes of the next `count` strings, int64[count], by a vectorised search.
 
-        A length below 256 is one byte and seven zero bytes. Each run of seven zeros is a candidate. The candidates are
-        right if each string ends at the start of the next one. Example: ``03 00 00 00 00 00 00 00 61 62 63`` is the
-        string ``abc``.
+        A length below 256 is one byte and seven zero bytes. Each run of seven zeros is a candidate. The candidates
+        are right if each string ends at the start of the next one. Example: ``03 00 00 00 00 00 00 00 61 62 63`` is
+        the string ``abc``.
 
         Returns:
             The lengths, or None if a string is empty or longer than 255 bytes, or if the file is damaged.

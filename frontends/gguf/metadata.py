@@ -23,7 +23,7 @@ MAX_PAIRS = 1 << 16
 
 
 class MetadataType(Enum):
-    """The type of a metadata value: its number in the file, and the format of numbers for ``struct`` and NumPy."""
+    """A type of metadata values: its number in the file, and its format for ``struct`` and NumPy if it is a number."""
 
     UINT8 = (0, "<B")
     INT8 = (1, "<b")
@@ -58,7 +58,7 @@ MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MetadataArray(Sequence[MetadataValue]):
-    """A metadata array of `length` elements of `item_type`, decoded on first use.
+    """An array in the metadata of a file, with `length` elements of `item_type`, which is decoded on first use.
 
     `numpy` returns numbers without a copy. Other elements are decoded once, all of them on the first access.
     """
@@ -71,7 +71,7 @@ class MetadataArray(Sequence[MetadataValue]):
     _decoded_items: list[tuple[MetadataValue, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
-        """Return the numbers [length] as a read-only, possibly unaligned view; booleans as a copy.
+        """Return the numbers as a NumPy array [length]: a read-only, possibly unaligned view; booleans as a copy.
 
         Raises:
             ModelError: The elements are not numbers.
@@ -85,7 +85,7 @@ class MetadataArray(Sequence[MetadataValue]):
         return np.frombuffer(self._file.data, self.item_type.storage_dtype, self.length, self._start)
 
     def strings(self) -> tuple[str, ...]:
-        """Return the strings, decoded by `Cursor.read_strings`.
+        """Return the elements as a tuple of strings.
 
         Raises:
             ModelError: The elements are not strings.
@@ -95,7 +95,7 @@ class MetadataArray(Sequence[MetadataValue]):
         return self._decode_all()  # type: ignore[return-value]  # numeric by the check above
 
     def compute_digest(self) -> bytes:
-        """Return the SHA-256 digest of the bytes of the elements in the file."""
+        """Compute the SHA-256 digest of the bytes of the elements in the file."""
         from hashlib import sha256  # loads OpenSSL
 
         with memoryview(self._file.data) as data:
@@ -135,7 +135,11 @@ class MetadataArray(Sequence[MetadataValue]):
 
 
 def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
-    """Read the next `count` pairs of a header, in the order of the file."""
+    """Read the next `count` metadata pairs of a header: values by key, in the order of the file.
+
+    Raises:
+        ModelError: A pair is invalid, or a key appears twice.
+    """
     if count > MAX_PAIRS:
         raise cursor.error(f"announces {count} metadata pairs; at most {MAX_PAIRS} are accepted")
     pairs: dict[str, MetadataValue] = {}
@@ -150,7 +154,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
 
 
 def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
-    """Read the array at the cursor without decoding it, after a check that the file contains it completely."""
+    """Read the array at the cursor without decoding its elements, after a check that the file contains all of them."""
     kind = _read_type(cursor)
     count = cursor.read_u64()
     start = cursor.position

@@ -38,7 +38,7 @@ Scalar = TypeVar("Scalar", int, float, bool, str)
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Gguf:
-    """An open model: the metadata of its first file, and the tensors of all its files.
+    """An open GGUF model: the metadata of its first file, and the tensors of all its files.
 
     `metadata` has values of int, float, bool, str and `MetadataArray`. `tensors` has the order of the files.
     """
@@ -54,7 +54,7 @@ class Gguf:
     @overload
     def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value | None:
-        """Return the value of `key`, or `default` if the key is missing.
+        """Return the metadata value of `key` after a check of its type, or `default` if the key is missing.
 
         Args:
             key: Name of the metadata pair.
@@ -68,21 +68,25 @@ class Gguf:
         return default if value is None else self._convert(key, value, kind)
 
     def require(self, key: str, kind: type[Value]) -> Value:
-        """Return the value of `key`; raise `ModelError` if it is missing or not of type `kind`."""
+        """Return the metadata value of `key`; raise `ModelError` if it is missing or not of type `kind`."""
         value = self.get(key, kind)
         if value is None:
             raise self._make_error(f"metadata {format_name(key)} is missing; need {_describe_type(kind)}")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """Return the strings of a required array; raise `ModelError` if it is missing or has other elements."""
+        """Return the strings of a required metadata array.
+
+        Raises:
+            ModelError: The array is missing or has other elements.
+        """
         array = self.require(key, MetadataArray)
         if array.item_type is not MetadataType.STRING:
             raise self._make_error(f"metadata {format_name(key)} is {array!r}; need an array of strings")
         return array.strings()
 
     def numbers(self, key: str) -> np.ndarray:
-        """Return the numbers [n] of a required array as a read-only view.
+        """Return the numbers [n] of a required metadata array as a read-only view.
 
         Raises:
             ModelError: The array is missing or not numeric.
@@ -93,7 +97,7 @@ class Gguf:
         return array.numpy()
 
     def per_layer(self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None) -> tuple[Scalar, ...]:
-        """Return one value per layer, from a scalar for all layers or from an array of at least `layers` values.
+        """Read one metadata value per layer, from one value for all layers or from an array with a value per layer.
 
         Raises:
             ModelError: The key is missing without a default, or the values have another type or are too few.
@@ -112,7 +116,7 @@ class Gguf:
         return tuple(self._convert(key, item, kind) for item in value[:layers])
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor `name`; raise `ModelError` with the nearest name if there is none."""
+        """Return the tensor `name`; raise `ModelError` with the nearest known name if there is none."""
         stored = self.tensors.get(name)
         if stored is None:
             hint = did_you_mean(name, self.tensors)
@@ -120,9 +124,9 @@ class Gguf:
         return stored
 
     def sub_model(self, prefix: str) -> Gguf:
-        """Return a model with the tensors under `prefix` only, plus the token embedding.
+        """Select the tensors with names under `prefix`, plus the token embedding, as a model of their own.
 
-        The tensors get the names of a model with one stack of layers.
+        The tensors get the names of a model with one stack of layers. Example: the encoder of T5 is under ``enc.``.
         """
         tensors = {
             name.removeprefix(prefix).replace(".attn_o.", ".attn_output."): tensor
@@ -151,7 +155,7 @@ class Gguf:
 
 
 def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Gguf:
-    """Open a GGUF model; any file of a split model opens all its files.
+    """Open a GGUF model file; any file of a split model opens all its files.
 
     Args:
         path: Path of the model file.
@@ -180,7 +184,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Ggu
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SplitFile:
-    """The header of one file of a model."""
+    """The header of one file of a model that may be split into several files."""
 
     file: MappedFile
     version: int
@@ -192,7 +196,7 @@ class _SplitFile:
         return self.file.path
 
     def read_split_number(self, name: str, default: int | None = None) -> int:
-        """Return the integer ``split.<name>``, which describes the position of this file in a split model."""
+        """Read the integer ``split.<name>``, which describes the position of this file in a split model."""
         value = self.metadata.get(f"split.{name}", default)
         if type(value) is not int or value < 0:
             raise self.file.error(f"metadata split.{name} is {reprlib.repr(value)}; need a count")
@@ -240,7 +244,7 @@ def _open_sibling(path: Path, part_file: _SplitFile, header_only: bool) -> _Spli
 
 
 def _join_split_files(parts: list[_SplitFile]) -> Gguf:
-    """Return the model of all its files in order, after a check that the files belong together."""
+    """Join the headers of all files of a split model, in order, after a check that the files belong together."""
     first = parts[0]
     tensors: dict[str, Tensor] = {}
     for number, part in enumerate(parts):

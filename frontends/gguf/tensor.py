@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: checked descriptions, with the bytes left in the file.
+"""The tensors of a GGUF file: checked descriptions of name, shape, dtype and position; the data stay in the file.
 
 Shapes are in NumPy order, outermost axis first: the reverse of ``ne`` in the file. A matrix that multiplies rows of E
 values into rows of F values has shape [F, E]. Quantisation blocks are along its last axis.
@@ -27,37 +27,37 @@ MAX_TENSOR_BYTES = 1 << 56
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tensor:
-    """One tensor of a file: its shape in NumPy order, its dtype, and the position of its bytes."""
+    """A tensor of a GGUF file: its name, its shape in NumPy order, its dtype, and the position of its data."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     file: MappedFile
     offset: int
-    """First byte, counted from the start of the file."""
+    """Position of the first byte, counted from the start of the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row along the last axis."""
+        """Number of bytes of one row along the last axis."""
         return self.shape[-1] // self.dtype.block * self.dtype.block_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file, without the padding after the tensor."""
+        """Number of bytes of the data in the file, without the padding after the tensor."""
         return prod(self.shape[:-1]) * self.row_bytes
 
     @property
     def origin(self) -> WeightOrigin:
-        """The identity of the stored elements: file, file size, modification time and offset."""
+        """The identity of the stored weight for caches of packed weights: path, size, modification time, offset."""
         return WeightOrigin(
             str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
         )
 
     @property
     def raw(self) -> np.ndarray:
-        """The stored elements as a read-only view into the file.
+        """The stored elements as a read-only array over the mapped file, not dequantised.
 
-        The view is ``dtype.storage`` [*shape], or uint8 [..., row bytes] for block types.
+        The array is ``dtype.storage`` [*shape], or uint8 [..., row bytes] for block types.
 
         Raises:
             ModelError: The file was opened for its header only and ends before the data.
@@ -72,7 +72,7 @@ class Tensor:
         return np.ndarray((*self.shape[:-1], last), self.dtype.storage, self.file.data, self.offset)
 
     def release(self) -> None:
-        """Release the memory of the bytes of this tensor; a later read loads them from the file again."""
+        """Release the memory pages of the tensor data; a later read loads them from the file again."""
         self.file.release(self.offset, self.offset + self.nbytes)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
@@ -89,7 +89,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor description of the header; `offset` counts from the start of the tensor data."""
+    """The description of a tensor in the header of a file; `offset` counts from the start of the tensor data."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,7 +98,11 @@ class TensorEntry:
 
 
 def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
-    """Read the next `count` tensor descriptions of a header, in the order of the file."""
+    """Read the next `count` tensor descriptions of a header, in the order of the file.
+
+    Raises:
+        ModelError: A description is invalid, or a name appears twice.
+    """
     if count > MAX_TENSORS:
         raise cursor.error(f"announces {count} tensors; at most {MAX_TENSORS} are accepted")
     entries: dict[str, TensorEntry] = {}
@@ -113,10 +117,17 @@ def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
 
 
 def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool) -> dict[str, Tensor]:
-    """Return the tensors of one file by name; the header ends at the cursor.
+    """Resolve the tensor descriptions of a header to tensors with checked positions in the file, by name.
+
+    Args:
+        entries: The tensor descriptions.
+        cursor: The cursor at the end of the header.
+        alignment: Alignment of tensor data in bytes.
+        header_only: Whether the data may be missing from the file.
 
     Raises:
-        ModelError: A tensor has incomplete blocks, is not aligned, overlaps another one or passes the end of the file.
+        ModelError: A tensor has incomplete blocks, is not aligned, overlaps another one or passes the end of the
+            file.
     """
     start = -(-cursor.position // alignment) * alignment
     tensors = {e.name: Tensor(e.name, e.shape, e.dtype, cursor.file, start + e.offset) for e in entries}

@@ -1,6 +1,7 @@
 """Models: one decoder with the traits of a model family, which the architecture of a model file selects.
 
-`load_model` returns a `Model`: the graphs of steps and their input arrays, the same interface for every family.
+`load_model` returns a `Model`, which has the same interface for every family: the graphs of steps and their input
+arrays.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
         "gated streams": GatedStreamDecoder,
     }
 )
-"""Decoder classes by `FamilyTraits.residuals`."""
+"""Decoder classes by the kind of their residual stream, `FamilyTraits.residuals`."""
 ARCHITECTURES: Mapping[str, FamilyTraits] = FAMILIES
 """The traits of every family by ``general.architecture``."""
 
@@ -81,12 +82,12 @@ REFUSED_FILES = (
         "a control vector; give it with --control-vector (Python: control_vectors) together with the model",
     ),
 )
-"""Key, value and remedy for GGUF files that are not models."""
+"""Metadata key, value and message for GGUF files that are not models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Model:
-    """A model file with its hyperparameters; the interface is the same for every architecture."""
+    """A model file with its hyperparameters and weights; the interface is the same for every architecture."""
 
     architecture: str
     gguf: Gguf
@@ -96,46 +97,49 @@ class Model:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the file and of the adapters, by leaf name."""
+        """The tensors of the model file and of its adapters, by leaf name."""
         return {**self.gguf.tensors, **self.adapters.tensors}
 
     @property
     def context_length(self) -> int:
-        """The trained context in tokens."""
+        """The context length in tokens that the model was trained for."""
         return self.hyper.context_length
 
     @property
     def vocabulary_size(self) -> int:
-        """Columns of the logits; the tokenizer may have fewer tokens."""
+        """Number of columns of the logits; the tokenizer may have fewer tokens."""
         return self.hyper.vocabulary_size
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
+        """Number of decoder layers, without MTP blocks."""
         return self.hyper.layers
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the model has recurrent states, which the host must zero for a new sequence."""
+        """Whether the model has recurrent states, which must be zero at the start of a sequence."""
         return self.hyper.taps > 0
 
     @property
     def uses_half_activation(self) -> bool:
-        """Whether an activation is computed in half precision, so that the last bits of its operand matter."""
+        """Whether some activation is computed in half precision, so that the last bits of its operand matter."""
         return any(block.uses_half_activation for block in self.hyper.blocks)
 
     @property
     def history_token_count(self) -> int:
-        """Number of earlier tokens of a sequence that a batch must give."""
+        """Number of earlier tokens of each sequence that a `Batch` must contain; 0 without n-gram embeddings."""
         return self.hyper.ngrams.hash_history_tokens if self.hyper.ngrams else 0
 
     def window_tokens(self, cache: str) -> int:
-        """Return the attention window in tokens of the layer of a cache; 0 for full attention and for other states."""
+        """Return the attention window in tokens of the layer that has the state ``cache``.
+
+        The result is 0 for full attention and for states that are no KV caches.
+        """
         kind, _, layer = cache.rpartition(".")
         return self.hyper.window_tokens(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def tokens_per_cell(self, cache: str) -> int:
-        """Return the tokens per cell of a cache: 1, or the tokens of a block."""
+        """Return the number of tokens per cell of a cache: 1, or the tokens of a block in compressed attention."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.tokens_per_block(int(layer)) if kind == "cache_c" else 1
 
@@ -146,11 +150,13 @@ class Model:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model has no output matrix, so that its graphs return ``hidden`` rows for any step."""
+        """Whether the model is an encoder: without an output matrix, its graphs return ``hidden`` rows, not logits."""
         return self.hyper.family.run_mode == "encoder"
 
     def with_mtp_blocks(self) -> Model:
-        """Return the model with its MTP blocks, which steps of other output kinds than ``logits`` and ``hidden`` need.
+        """Return the model together with its multi-token prediction (MTP) blocks.
+
+        Steps with other output kinds than ``logits`` and ``hidden`` need these blocks.
 
         Raises:
             ModelError: The model has no MTP block, or one that hocket does not run.
@@ -159,28 +165,28 @@ class Model:
 
     @property
     def mtp_block_count(self) -> int:
-        """Number of MTP blocks in use."""
+        """Number of multi-token prediction (MTP) blocks in use."""
         return self.hyper.mtp_blocks.layers if self.hyper.mtp_blocks else 0
 
     @property
     def draft_columns(self) -> int:
-        """Columns of `Batch.draft_inputs`."""
+        """Number of columns of `Batch.draft_inputs`, over all MTP blocks."""
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state belongs to the sequences, not to MTP blocks or to rewinding."""
+        """Return whether a state belongs to the sequences themselves, not to MTP blocks or to rewinding."""
         guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def require_context(self, context: int) -> None:
-        """Raise `ModelError` if the context is longer than the trained context."""
+        """Raise `ModelError` unless ``context`` tokens fit into the trained context length."""
         if context > self.context_length:
             raise ModelError(
                 f"context size is {context}, but the model was trained for {self.context_length}; choose less"
             )
 
     def graph(self, step: Step) -> Graph:
-        """Return the graph of a step. Its weights are bound by tensor name; `inputs` returns the arrays of its inputs.
+        """Build the graph of a step. Its weights are bound by tensor name; `inputs` returns the arrays of its inputs.
 
         Raises:
             ModelError: A tensor of the file is missing, has another shape, or would be ignored.
@@ -201,7 +207,7 @@ class Model:
         return self.adapters.apply_to_graph(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays for the inputs of ``graph(step)``, by name.
+        """Return the input arrays of ``graph(step)`` for a batch, by input name.
 
         Raises:
             ModelError: The batch does not fit the step, or a token is not in the vocabulary.
@@ -229,7 +235,7 @@ class Model:
 
 
 def load_model(gguf: Gguf) -> Model:
-    """Return the model in a GGUF file. This checks the hyperparameters; building a graph checks the tensors.
+    """Load the model in a GGUF file. This checks the hyperparameters; building a graph checks the tensors.
 
     Raises:
         ModelError: The architecture is unknown, or hyperparameters are missing or invalid.

@@ -1,7 +1,9 @@
 """The decoder of all families: embedding, then mixers and FFN of each block on a residual stream, then logits.
 
-The traits of the family (`FamilyTraits`) and the `Layer` select the parts of a block. Details of a part follow from the
-tensors in the file. Module `residuals` has the decoders with other residual streams.
+A block is one layer of the model. A mixer is a part that lets tokens read each other, such as attention. The traits
+of the family (`FamilyTraits`) and the `Layer` select the parts of a block. Details of a part follow from the tensors
+in the file. Module `residuals` has the decoders with other residual streams. Shapes use B for sequences, T for new
+tokens per sequence, n for rows (tokens), and E for the model width.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from .picture_tokens import suppress_token_logits
 
 
 class Decoder:
-    """Builds the graph of one step: the output ``logits`` f32[outputs, vocabulary], and the new states of the mixers.
+    """Builds the graph of one decoder step: the output ``logits`` f32[outputs, vocabulary], and the new states.
 
-    After the last mixer only the output rows are computed further.
+    After the last mixer only the output rows, which are the tokens with requested logits, are computed further.
     """
 
     def __init__(self, hyper: Hyperparameters, weights: ModelWeights, frame: StepGraphBuilder) -> None:
@@ -32,7 +34,10 @@ class Decoder:
         self.post_norm = hyper.norm if eps is None else Norm(eps)
 
     def build_graph(self) -> Graph:
-        """Return the graph of all blocks, the last norm and the output matrix. An encoder returns ``hidden`` rows."""
+        """Build the graph of all blocks, the last norm and the output matrix.
+
+        The output is ``logits``. Encoders, and steps with the output kind ``hidden``, return ``hidden`` rows instead.
+        """
         x = self.apply_output_norm(self.run_all_blocks())
         if self.family.run_mode == "encoder":
             for name in filter(lambda name: self.weights.has_tensor(f"{name}.weight"), ("dense_2", "dense_3")):
@@ -42,20 +47,20 @@ class Decoder:
         return self.frame.build_graph({"hidden": x})
 
     def run_all_blocks(self) -> Value:
-        """Return the residual after the last block, f32[n, E], with the output rows only."""
+        """Embed the tokens, run all blocks, and return the residual after the last one: f32[n, E], output rows only."""
         x = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.run_block(i, layer, x))
         return x
 
-    def apply_output_norm(self, x: Value, own: str = "") -> Value:
-        """Return the operand of the output matrix for a residual, f32[n, E].
+    def apply_output_norm(self, x: Value, mtp_prefix: str = "") -> Value:
+        """Apply the last norm of the model to the residual ``x`` f32[n, E].
 
-        `own` is the weight prefix of an MTP block, which may have a norm of its own.
+        ``mtp_prefix`` is the weight prefix of an MTP block, which may have its own norm.
         """
-        if own and self.weights.has_tensor(f"{own}.shared_head_norm.weight"):
+        if mtp_prefix and self.weights.has_tensor(f"{mtp_prefix}.shared_head_norm.weight"):
             return replace(self.norm, is_centred=self.family.draft_norm == "layer" or self.norm.is_centred)(
-                self.weights, f"{own}.shared_head_norm", x
+                self.weights, f"{mtp_prefix}.shared_head_norm", x
             )
         return self.norm(self.weights, self.family.output_norm, x) if self.family.output_norm else x
 
@@ -63,7 +68,10 @@ class Decoder:
         return i == self.hyper.layers - 1
 
     def embed_tokens(self) -> Value:
-        """Return the embeddings of the tokens, f32[B*T, E]."""
+        """Return the embeddings of the tokens, f32[B*T, E], scaled and normalised as the model needs.
+
+        Embeddings of positions and token types are added if the file has them.
+        """
         hyper, weights, frame = self.hyper, self.weights, self.frame
         table = weights("token_embd.weight", (hyper.vocabulary_size, hyper.width))
         x = ops.get_rows(table, frame.tokens, name="embed")
@@ -83,7 +91,10 @@ class Decoder:
         return x
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
-        """Return the residual after block i, f32[n, E]; for the last block with the output rows only."""
+        """Run block i: add the results of its mixers and its FFN to the residual ``x``, and return the sum.
+
+        The result is f32[n, E]; after the last block it has the output rows only.
+        """
         family, block, before = self.family, f"blk.{i}", x
         h = self.apply_block_norm(i, family.attn_norm, x)
         if layer.mixers:
@@ -108,21 +119,21 @@ class Decoder:
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
     def apply_block_norm(self, i: int, name: str, x: Value) -> Value:
-        """Return `x` after the norm `name` of block i, or `x` itself if the block has no such norm."""
+        """Apply the norm `name` of block i to ``x``; return ``x`` itself if the block has no such norm."""
         stem = f"blk.{i}.{name.removesuffix('?')}"
         absent = not name or (name.endswith("?") and not self.weights.has_tensor(f"{stem}.weight"))
         return x if absent else self.norm(self.weights, stem, x)
 
     def scale_for_residual(self, x: Value) -> Value:
-        """Return a value for the residual times the residual factor of the model."""
+        """Multiply ``x``, which is to be added to the residual, by the residual factor of the model."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
     def run_mixers(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
-        """Return the sum of the mixers of block i.
+        """Return the sum of the results of all mixers of block i, such as attention: f32[B*T, E].
 
         Args:
             i: Number of the block.
-            layer: Its mixers.
+            layer: The hyperparameters of the block.
             x: The residual, f32[B*T, E]. A parallel block with ``attn_norm_2`` applies this norm to it.
             h: The norm of the residual, f32[B*T, E].
         """
@@ -137,11 +148,11 @@ class Decoder:
         return first if self.family.residual_after_norm else self.scale_for_residual(first)
 
     def run_feed_forward(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """Return the result of the FFN of block i, f32[n, E].
+        """Return the result of the feed-forward part of block i, dense or with experts: f32[n, E].
 
         Args:
             i: Number of the block.
-            layer: Its experts and activation.
+            layer: The hyperparameters of the block.
             h: The norm of `added`: the operand of the FFN, f32[n, E].
             added: The residual after the mixers, f32[n, E].
             before: The residual before the block, f32[n, E].
@@ -153,13 +164,24 @@ class Decoder:
         return y if self.family.residual_after_norm else self.scale_for_residual(y)
 
     def run_dense_ffn(self, i: int, layer: Layer, h: Value) -> Value:
-        """Return the result of the dense FFN of block i, or only its activation if the block has no dense FFN."""
+        """Return the result of the dense FFN of block i for ``h`` f32[n, E].
+
+        A block without a dense FFN applies only the activation, as in llama.cpp.
+        """
         if not layer.dense:  # as in llama.cpp, which does not read the experts of this block
             return layer.activation.apply(h)
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
     def run_experts(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """Return the result of the experts of block i, and of the parallel dense FFN if there is one."""
+        """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
+
+        Args:
+            i: Number of the block.
+            layer: The hyperparameters of the block.
+            h: The norm of `added`: the operand of the experts, f32[n, E].
+            added: The residual after the mixers, f32[n, E].
+            before: The residual before the block, f32[n, E].
+        """
         weights, block, experts = self.weights, f"blk.{i}", layer.experts
         assert experts is not None
         if not layer.dense:
@@ -178,7 +200,7 @@ class Decoder:
         return ops.scale(y, scale=math.sqrt(0.5)) if self.family.parallel_dense_ffn == "mean" else y
 
     def run_experts_and_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
-        """Return the sum of dense FFN and experts, each with norms of its own; the router has a third norm.
+        """Return the sum of the results of experts and dense FFN, each with its own norms; the router has a third norm.
 
         Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
         """
@@ -192,9 +214,10 @@ class Decoder:
         return ops.add(y, self.apply_block_norm(i, "post_ffw_norm_2", z))
 
     def compute_logits(self, x: Value, matrix: Value | None = None) -> Value:
-        """Return the logits f32[n, vocabulary]: `x` times `matrix`, or times the output matrix.
+        """Compute the logits f32[n, vocabulary] of ``x`` f32[n, E] by ``matrix``, or else by the output matrix.
 
-        A file without an output matrix uses the token embedding.
+        A file without an output matrix uses the token embedding. Bias, scale and soft cap follow if the model has
+        them.
         """
         hyper, weights = self.hyper, self.weights
         shape = (hyper.vocabulary_size, hyper.width)

@@ -1,8 +1,8 @@
-"""The hyperparameters of a model, by layer; module `reading` reads them from a file."""
+"""The hyperparameters of a model, layer by layer; module `reading` reads them from a file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from functools import cached_property
 from typing import Protocol
@@ -16,22 +16,25 @@ from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
 from .inputs.step import Batch, RingCache, Step
 from .inputs.weights import ModelWeights
+from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
 from .layers.feed_forward import Activation, Norm
+from .layers.latent_attention import LatentAttention
 from .layers.moe import ExpertLayer
 from .layers.ngram_embedding import NgramEmbedding
 
 
 class InputSource(Protocol):
-    """A part of a model with inputs of its own, and the function that builds their arrays for each batch."""
+    """A part of a model that has graph inputs of its own, and builds their arrays for each batch."""
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
 
 class Mixer(Protocol):
-    """A part of a layer that lets tokens of a sequence read each other: f32[B*T, E] to f32[B*T, E].
+    """A token mixer: a part of a layer that lets tokens of a sequence read each other, such as attention.
 
-    ``taps`` is the number of taps of its short convolution; 0 if it has no state except a cache.
+    It maps f32[B*T, E] to f32[B*T, E]. ``taps`` is the number of taps of its short convolution; 0 if it has no state
+    except a cache.
     """
 
     @property
@@ -43,7 +46,7 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A block: mixers with results that are added up, and experts or a dense FFN, if any."""
+    """The hyperparameters of one block: mixers with results that are added up, and experts or a dense FFN, if any."""
 
     mixers: tuple[Mixer, ...]
     experts: ExpertLayer | None
@@ -60,7 +63,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class StreamTraits:
-    """Hyper-connections: the number of residual streams, and the constants of their weights."""
+    """The hyperparameters of hyper-connections: the number of residual streams, and constants for their weights.
+
+    ``iterations`` counts the Sinkhorn iterations that normalise the mix among streams.
+    """
 
     count: int
     eps: float
@@ -70,7 +76,7 @@ class StreamTraits:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Hyperparameters of a model.
+    """The hyperparameters of a model.
 
     The factors of embeddings, residuals and logits are 1, and the soft cap is 0, if the file has none.
     """
@@ -96,7 +102,7 @@ class Hyperparameters:
     stored_blocks: int = 0
     """Blocks that the file has."""
     source: Mapping[int, int] = field(default_factory=dict)
-    """For each block that is run more than once, the block with its matrices."""
+    """For each block that runs more than once, the block of the file that has its matrices."""
     blocks_of: tuple[TokenBlocks, ...] = ()
     """The token blocks that caches hold as one key each, for each block length."""
     ngrams: NgramEmbedding | None = None
@@ -113,33 +119,42 @@ class Hyperparameters:
 
     @cached_property
     def taps(self) -> int:
-        """Taps of the convolutions, for `step_inputs`; 0 if there are none."""
+        """The largest number of taps of all short convolutions, for `step_inputs`; 0 if there are none."""
         taps = max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
         return max(taps, self.ngrams.convolution_history_tokens + 1) if self.ngrams else taps
 
     @cached_property
     def input_sources(self) -> tuple[InputSource, ...]:
-        """The parts of the model with inputs of their own."""
+        """The parts of the model that have graph inputs of their own, such as ring caches and n-gram embeddings."""
         rings = map(RingCache, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
-        """The inputs from `step_inputs` that the graphs of the model may have."""
+        """The names of the inputs from `step_inputs` that graphs of the model may require."""
         names = {"tokens", "out_ids"} if self.is_causal else {"tokens", "out_ids", "last"}
         return frozenset(names).union(*(mixer.required_inputs for block in self.blocks for mixer in block.mixers))
 
     def select_step_inputs(self, step: Step) -> frozenset[str]:
-        """Return the inputs from `step_inputs` that the graph of a step has."""
+        """Return the names of the inputs from `step_inputs` that the graph of a step has.
+
+        A step with ring caches only needs no ``slot``.
+        """
         rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
         return self.required_inputs - {"slot"} if rolls else self.required_inputs
 
     def window_tokens(self, layer: int) -> int:
-        """Return the number of tokens after which a layer (also of MTP) never reads a cell again."""
+        """Return the attention window of a layer in tokens, after which a cache cell is never read again.
+
+        The result is 0 for full attention. MTP blocks follow the layers of the model.
+        """
         return self.windows[layer] if self.mtp_blocks is None else {**self.windows, **self.mtp_blocks.windows}[layer]
 
     def tokens_per_block(self, layer: int) -> int:
-        """Return the tokens per block in the cache of a layer, also of MTP."""
+        """Return the number of tokens that share one key in the block cache of a layer with compressed attention.
+
+        MTP blocks follow the layers of the model.
+        """
         blocks = self.blocks if self.mtp_blocks is None else (*self.blocks, *self.mtp_blocks.blocks)
         (blocks_of,) = (m.blocks for m in blocks[layer].mixers if isinstance(m, CompressedAttention) and m.blocks)
         return blocks_of.ratio
@@ -147,3 +162,18 @@ class Hyperparameters:
     @cached_property
     def is_causal(self) -> bool:
         return self.family.is_causal
+
+
+def compute_ring_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
+    """Return the attention window of each block with a cache, after which a cell is never read again; 0 for none."""
+    cached = Attention | LatentAttention | CompressedAttention
+    return {
+        i: m.attention_window.ring_window for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)
+    }
+
+
+def collect_token_blocks(blocks: Iterable[Layer]) -> tuple[TokenBlocks, ...]:
+    ratios = {
+        m.blocks.ratio for block in blocks for m in block.mixers if isinstance(m, CompressedAttention) and m.blocks
+    }
+    return tuple(map(TokenBlocks, sorted(ratios)))

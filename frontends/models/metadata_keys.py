@@ -21,7 +21,7 @@ READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
 @dataclass(frozen=True, slots=True)
 class MetadataKey:
-    """The use of a key (``read``, ``ignored`` or ``default only``), the reason, and the accepted values."""
+    """How hocket uses a metadata key (``read``, ``ignored`` or ``default only``), why, and the accepted values."""
 
     use: str
     reason: str
@@ -206,7 +206,7 @@ METADATA_KEYS: Mapping[str, MetadataKey] = MappingProxyType(
 
 
 def require_defaults(keys: ArchitectureKeys) -> None:
-    """Raise `ModelError` if a key has a value with an effect that hocket does not compute."""
+    """Raise `ModelError` if the metadata have a value with an effect that hocket does not support."""
     for name, accepted in ACCEPTED_VALUES.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:

@@ -19,10 +19,11 @@ from .layers.feed_forward import linear, split_columns
 
 
 class MtpGraphBuilder:
-    """Builds the step graphs of a decoder with MTP blocks.
+    """Builds the step graphs of a decoder with multi-token prediction (MTP) blocks.
 
-    Blocks without matrices of their own use the matrices of the decoder. A row of ``seen`` or ``hidden`` f32[n, blocks
-    * columns] holds the draft inputs of all blocks for the next token.
+    A draft input is the vector that an MTP block reads in addition to the token. A row of ``seen`` or ``hidden``
+    f32[n, blocks * columns] holds the draft inputs of all blocks for the next token. Blocks without matrices of their
+    own use the matrices of the decoder.
     """
 
     def __init__(self, trunk: Decoder) -> None:
@@ -36,13 +37,16 @@ class MtpGraphBuilder:
         )
 
     def build_graph(self) -> Graph:
-        """Return the graph of the step for its output kind."""
+        """Build the graph of the step: of drafts for the output kind ``guess``, else of the model with MTP blocks."""
         return self.frame.build_graph(
             self.build_draft_outputs() if self.frame.step.output_kind == "guess" else self.build_model_outputs()
         )
 
     def build_model_outputs(self) -> dict[str, Value]:
-        """Return ``logits`` and ``hidden`` of the output rows; all MTP blocks read the same tokens."""
+        """Build the outputs of a step of the model and all MTP blocks: ``logits``, and the draft inputs ``hidden``.
+
+        All MTP blocks read the same tokens as the model.
+        """
         x = self.trunk.run_all_blocks()
         normed = self.trunk.apply_output_norm(x)
         outputs = {"logits": self.trunk.compute_logits(self.frame.select_output_rows(normed))}
@@ -57,10 +61,10 @@ class MtpGraphBuilder:
         return {**outputs, "hidden": concat_columns(rows)}
 
     def build_draft_outputs(self) -> dict[str, Value]:
-        """Return ``logits`` of the MTP block ``draft_block``, and ``hidden`` for the next one.
+        """Build the outputs of a draft step: ``logits`` of MTP block ``draft_block``, and ``hidden`` for the next one.
 
-        The blocks after it read the same token. If there are fewer blocks than drafts, the last block makes all further
-        drafts.
+        The blocks after it read the same token. If there are fewer blocks than drafts, the last block makes all
+        further drafts.
         """
         first, last = self.frame.step.draft_block, self.hyper.layers - 1
         answers = [self.run_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
@@ -69,15 +73,18 @@ class MtpGraphBuilder:
         rows = [self.frame.select_output_rows(row) for row in (*self.draft_inputs[:after], *handed)]
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
-    def make_draft_input(self, k: int, handed: Value) -> Value:
-        """Return the draft input of block k for each token: ``handed`` f32[B*T, columns], shifted by one token."""
+    def make_draft_input(self, k: int, draft_rows: Value) -> Value:
+        """Make the draft input of MTP block k for each token by shifting ``draft_rows`` f32[B*T, columns] by one token.
+
+        The first token of a sequence gets the draft input that the caller has kept.
+        """
         frame = self.frame
         first = ops.reshape(self.draft_inputs[k], shape=(frame.step.sequences, 1, self.draft_columns))
-        both = ops.concat(first, frame.rows_to_sequences(handed, self.draft_columns), axis=1)
+        both = ops.concat(first, frame.rows_to_sequences(draft_rows, self.draft_columns), axis=1)
         return frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
 
     def run_block(self, k: int, before: Value) -> tuple[Value, Value]:
-        """Return the residual after MTP block k and its norm, f32[n, E].
+        """Run MTP block k, and return the residual after it and the norm of this residual, both f32[n, E].
 
         The block reads the tokens and the draft inputs ``before``.
         """
@@ -96,7 +103,7 @@ class MtpGraphBuilder:
         return x, self.decoder.apply_output_norm(x, name)
 
     def make_next_draft_input(self, x: Value, normed: Value) -> Value:
-        """Return the draft input for the next block, f32[n, columns], from a residual and its norm."""
+        """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 
@@ -109,7 +116,7 @@ class MtpGraphBuilder:
         return self.hyper.vocabulary_size, self.hyper.width
 
     def weight_prefix(self, k: int) -> str:
-        """Return the prefix of the names of block k's own weights."""
+        """Return the prefix of the names of the weights that MTP block k has of its own."""
         return f"blk.{self.hyper.stored_blocks + k}.nextn"
 
 

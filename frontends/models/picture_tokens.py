@@ -16,7 +16,7 @@ MIN_LOGIT = -3.4028234663852886e38
 
 
 def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
-    """Return the ranges [start, stop) of tokens that stand for parts of pictures.
+    """Find the ranges [start, stop) of tokens that stand for parts of pictures.
 
     Their names begin with ``IMGIMG``. A file without token names has them where llama.cpp expects them.
     """
@@ -30,7 +30,10 @@ def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
 
 
 def suppress_token_logits(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
-    """Return ``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
+    """Suppress tokens: set their columns in ``logits`` f32[n, vocabulary] to the lowest float32.
+
+    ``ranges`` has the token ranges [start, stop), ascending.
+    """
     columns, done = list[Value](), 0
     for start, stop in ranges:
         hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)

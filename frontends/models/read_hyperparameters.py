@@ -1,9 +1,9 @@
-"""Read hyperparameters, layer by layer, from the traits of a family, the metadata and the tensors of a file."""
+"""Reads the hyperparameters of a model, layer by layer, from family traits, metadata and tensors of a file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
@@ -11,11 +11,11 @@ from typing import Protocol
 
 from ..errors import ModelError
 from ..gguf.hyperparameter_keys import ArchitectureKeys
-from .hyperparameters import Hyperparameters, Layer, Mixer, StreamTraits
+from .hyperparameters import Hyperparameters, Layer, Mixer, StreamTraits, collect_token_blocks, compute_ring_windows
 from .inputs.family import FamilyTraits, WindowPattern
 from .inputs.graph_builder import AttentionWindow, TemperatureScaling
 from .layers.attention import Attention, AttentionAsMatrix
-from .layers.compressed_attention import CompressedAttention, TokenBlocks
+from .layers.compressed_attention import CompressedAttention
 from .layers.feed_forward import GATE_CUTOFF, Activation, Norm
 from .layers.gated_delta_net import DeltaNet, KimiDeltaAttention
 from .layers.latent_attention import LatentAttention
@@ -29,7 +29,7 @@ from .picture_tokens import find_picture_tokens
 
 
 class RecurrentMixer(Protocol):
-    """A class of mixers that a family has in some layers."""
+    """A class of recurrent token mixers, such as `Mamba`, that some layers of a family have."""
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Mixer: ...
@@ -45,7 +45,7 @@ RECURRENT_MIXERS: Mapping[str, type[RecurrentMixer]] = MappingProxyType(
 
 
 def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperparameters:
-    """Return the hyperparameters from ``keys``; raise `ModelError` if a value is missing or invalid."""
+    """Read the hyperparameters of a model; raise `ModelError` if a value is missing or invalid."""
     if family.is_causal and family.uses_attention and not keys.flag("attention.causal", True):
         if family.mixer == "compressed":
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
@@ -89,29 +89,14 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
     )
 
 
-def compute_ring_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
-    """Return for each block with a cache the number of tokens after which a cell is never read again."""
-    cached = Attention | LatentAttention | CompressedAttention
-    return {
-        i: m.attention_window.ring_window for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)
-    }
-
-
-def collect_token_blocks(blocks: Iterable[Layer]) -> tuple[TokenBlocks, ...]:
-    ratios = {
-        m.blocks.ratio for block in blocks for m in block.mixers if isinstance(m, CompressedAttention) and m.blocks
-    }
-    return tuple(map(TokenBlocks, sorted(ratios)))
-
-
 def can_run_mtp(family: FamilyTraits) -> bool:
-    """Return whether hocket runs the MTP blocks of a family: attention, and a residual stream of a known kind."""
+    """Return whether hocket can run the MTP blocks of a family, which needs attention and a known residual stream."""
     plain = family.residuals in ("", "streams", "gated streams") and not family.repeat_key
     return family.is_causal and plain and family.uses_attention
 
 
 def read_mtp_blocks(keys: ArchitectureKeys, hyper: Hyperparameters) -> Hyperparameters:
-    """Return ``hyper`` with the MTP blocks; raise `ModelError` if the file has none that hocket runs."""
+    """Add the hyperparameters of the MTP blocks; raise `ModelError` if the file has none that hocket can run."""
     tensors, first = keys.gguf.tensors, hyper.stored_blocks
     numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.block_count())))
     if not numbers:
@@ -143,7 +128,7 @@ def mtp_error(keys: ArchitectureKeys, why: str) -> ModelError:
 
 
 def count_run_layers(keys: ArchitectureKeys) -> int:
-    """Return the number of blocks without the MTP blocks at the end, which the block count includes."""
+    """Return the number of layers without the MTP blocks, which ``block_count`` includes at the end."""
     blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, minimum=0)
     if extra >= blocks:
         raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
@@ -151,7 +136,7 @@ def count_run_layers(keys: ArchitectureKeys) -> int:
 
 
 class HyperparameterReader:
-    """Reads the first ``count`` layers of one model."""
+    """Reads the hyperparameters of the first ``count`` layers of a model, one layer at a time."""
 
     def __init__(self, keys: ArchitectureKeys, family: FamilyTraits, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
@@ -216,7 +201,7 @@ class HyperparameterReader:
         return scale if self.family.logits == "times" else 1.0 / scale
 
     def _read_window_sizes(self) -> tuple[int, ...]:
-        """Return the attention window of each layer in tokens, its own token included; 0 for full attention."""
+        """Read the attention window of each layer in tokens, its own token included; 0 for full attention."""
         traits, keys = self.family.windows, self.keys
         if traits is None or (traits.required_layers and self.count != traits.required_layers):
             return (0,) * self.count
@@ -232,19 +217,19 @@ class HyperparameterReader:
         whole = 0 if traits.is_global_first else period - 1
         return tuple(i < self.run_layer_count and (not period or i % period != whole) for i in range(self.count))
 
-    def read_layer(self, stored: int, i: int) -> Layer:
-        """Return the hyperparameters of block i, which has the matrices of the block ``stored``."""
-        block, tensors = f"blk.{stored}", self.keys.gguf.tensors
+    def read_layer(self, weight_block: int, i: int) -> Layer:
+        """Read the hyperparameters of block i, which has the matrices of the block ``weight_block`` in the file."""
+        block, tensors = f"blk.{weight_block}", self.keys.gguf.tensors
         dense = any(f"{block}.ffn_{name}.weight" in tensors for name in ("down", "up"))
         experts = None
         has_experts = any(f"{block}.ffn_{name}.weight" in tensors for name in ("gate_inp", "down_exps"))
-        if has_experts and self.uses_experts(stored):
-            experts = ExpertLayer.from_keys(self.keys, self.family, stored, self.count, self.unit, self.norm)
+        if has_experts and self.uses_experts(weight_block):
+            experts = ExpertLayer.from_keys(self.keys, self.family, weight_block, self.count, self.unit, self.norm)
             dense = bool(self.family.parallel_dense_ffn) and dense
         if self.family.mixer == "single":  # a block is a mixer or an FFN
-            mixers = () if dense or experts else self.make_mixers(stored)
+            mixers = () if dense or experts else self.make_mixers(weight_block)
         else:
-            mixers = self.make_mixers(stored)
+            mixers = self.make_mixers(weight_block)
         parallel = {
             "yes": True,
             "key": self.keys.flag("use_parallel_residual", False),
@@ -257,12 +242,12 @@ class HyperparameterReader:
             dense or has_experts,
             parallel,
             f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
-            self.make_layer_activation(stored),
+            self.make_layer_activation(weight_block),
             self.unit.kind == "half gelu" or (self.unit.kind == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 
     def uses_experts(self, i: int) -> bool:
-        """Return whether a block with experts uses them; otherwise llama.cpp applies its activation only."""
+        """Return whether block i uses its experts; llama.cpp applies only the activation in other blocks."""
         step = self.keys.count_or_default("interleave_moe_layer_step", 1) if self.family.has_interleaved_experts else 1
         return self.family.special_routing != "unread" and (i + 1) % step == 0
 
@@ -282,7 +267,7 @@ class HyperparameterReader:
         return (self.make_attention(i),)
 
     def _read_recurrent_layers(self) -> tuple[bool, ...]:
-        """Return for each layer whether its mixer is recurrent."""
+        """Return for each layer whether its mixer is recurrent, such as Mamba, instead of attention."""
         family, keys = self.family, self.keys
         if not family.recurrent:
             return (False,) * self.count
@@ -347,11 +332,11 @@ class HyperparameterReader:
 
     @property
     def is_maverick(self) -> bool:
-        """Whether this is Llama 4 with 128 experts, which has no norms of q and k; no metadata key says so."""
+        """Whether this is Llama 4 Maverick (128 experts), which has no norms of q and k; no key says so."""
         return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, minimum=0) == 128
 
     def find_cache_source_layer(self, i: int) -> int | None:
-        """Return the last layer with a cache of the same kind as layer i; `None` if layer i has its own cache."""
+        """Return the layer with the KV cache that layer i reads, or `None` if layer i has its own cache."""
         own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, minimum=0)
         if i < own:
             return None
@@ -367,7 +352,7 @@ class HyperparameterReader:
         return self.keys.positive_or_none("attention.max_alibi_bias") or self.family.alibi
 
     def read_head_sizes(self, i: int) -> tuple[int, int]:
-        """Return the head sizes of keys and values, by default ``width / heads``."""
+        """Read the head sizes of keys and values in layer i, by default ``width / heads``."""
         keys, local = self.keys, "_swa" if self.windows[i] else ""
         max_heads = max(self.heads)
         sizes = []

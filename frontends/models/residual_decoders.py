@@ -1,10 +1,12 @@
-"""Decoders with another residual stream than one sum.
+"""Decoders with a residual stream that is not one plain sum.
 
-- Several streams.
-- A mix of earlier sums.
-- The embedding, added again in every block.
-- Stacks that run in cycles.
-- Further vectors for each block.
+- Several residual streams.
+- A weighted mix of earlier residuals.
+- The token embedding, added again in every block.
+- Two stacks of blocks that run in turn.
+- A further embedding vector for each block.
+
+Shapes use n for tokens (rows), and E for the model width. A block is one layer of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .layers.feed_forward import PLAIN_ACTIVATIONS, linear, matmul, split_column
 
 
 class EmbeddingSkipDecoder(Decoder):
-    """Every block adds the embedding again, times a factor of its own. Talkie."""
+    """A decoder in which every block adds the token embedding again, times a factor of the block. Talkie."""
 
     def run_all_blocks(self) -> Value:
         x = first = self.embed_tokens()
@@ -33,9 +35,10 @@ class EmbeddingSkipDecoder(Decoder):
 
 
 class PerLayerEmbeddingDecoder(Decoder):
-    """Every block also reads a short vector per token of its own, adds a result of it, and scales its output.
+    """A decoder with per-layer embeddings: every block also reads a short vector per token that belongs to this block.
 
-    Gemma team, Gemma 3n and Gemma 4; graph: llama.cpp ``gemma4.cpp``.
+    The block gates this vector by the residual, projects it, adds it to the residual, and scales its output. Gemma
+    team, Gemma 3n and Gemma 4; graph: llama.cpp ``gemma4.cpp``.
     """
 
     def embed_tokens(self) -> Value:
@@ -46,7 +49,10 @@ class PerLayerEmbeddingDecoder(Decoder):
         return x
 
     def compute_per_layer_vectors(self, x: Value) -> Value:
-        """Return f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of its own."""
+        """Compute the per-layer embeddings of all blocks, f32[B*T, layers * P], from the token embeddings ``x``.
+
+        They are the sum of a projection of ``x`` and of rows of an embedding table, with P columns for each block.
+        """
         hyper, weights = self.hyper, self.weights
         columns = weights.tensor_shape("per_layer_token_embd.weight", 2)[1]
         each = columns // hyper.layers
@@ -70,26 +76,29 @@ class PerLayerEmbeddingDecoder(Decoder):
         factor = self.weights.optional_leaf(f"{block}.layer_output_scale.weight", (1,))
         return x if factor is None else ops.mul(x, factor)
 
-    def gate_short_vector(self, i: int, x: Value, short: Value, gelu: Callable[[Value], Value] = ops.gelu) -> Value:
-        """Return the short vector of block i, gated by the residual and projected: f32[n, E].
+    def gate_short_vector(
+        self, i: int, x: Value, layer_vectors: Value, gelu: Callable[[Value], Value] = ops.gelu
+    ) -> Value:
+        """Gate the per-layer embedding of block i by the residual, and project it to the model width: f32[n, E].
 
         Args:
             i: Number of the block.
             x: The residual, f32[n, E].
-            short: All short vectors of a token, f32[n, layers * P].
+            layer_vectors: The per-layer embeddings of all blocks, f32[n, layers * P].
             gelu: The activation of the gate.
         """
-        each = short.shape[-1] // self.hyper.layers
-        own = ops.slice_(short, axis=-1, start=i * each, stop=(i + 1) * each)
+        each = layer_vectors.shape[-1] // self.hyper.layers
+        own = ops.slice_(layer_vectors, axis=-1, start=i * each, stop=(i + 1) * each)
         y = ops.mul(gelu(matmul(self.weights, f"blk.{i}.inp_gate", x, each)), own)
         return self.apply_block_norm(i, "post_norm", matmul(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
 
 
 class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
-    """Each block computes the first of several residual streams f32[n, streams, E], and predicts the others.
+    """A decoder with alternating updates (AltUp): a block computes one residual stream and predicts the others.
 
-    A block also adds a product with two thin matrices to the result of its attention. Baykal et al., Alternating
-    updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    The streams are f32[n, streams, E], and a block computes the first one. It also adds a low-rank product to the
+    result of its attention. Baykal et al., Alternating updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp
+    ``gemma3n.cpp``.
     """
 
     def run_all_blocks(self) -> Value:
@@ -111,9 +120,9 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         return False  # predicted streams need all rows
 
     def merge_streams(self, x: Value) -> Value:
-        """Return the mean of the streams f32[n, streams, E]: f32[n, E].
+        """Merge the residual streams f32[n, streams, E] into their mean f32[n, E].
 
-        Each stream except the first passes a matrix of its own.
+        Each stream except the first is multiplied by its own matrix before.
         """
         rows, streams, width = x.shape
         first, others = split_streams(x)
@@ -142,19 +151,22 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         return ops.concat(first, others, axis=1, name=f"{block}.short_residual")
 
     def add_thin_product(self, i: int, h: Value) -> Value:
-        """Return ``h`` f32[n, E] plus its product with two thin matrices."""
+        """Add to ``h`` f32[n, E] its product with two low-rank matrices, after a norm (LAuReL)."""
         rank = self.weights.tensor_shape(f"blk.{i}.laurel_l.weight")[0]
         y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
         y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
         return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
 
     def compute_shares(self, i: int, x: Value, streams: int) -> Value:
-        """Return the share of each stream in a row ``x`` f32[n, E]: f32[n, streams], between -1 and 1."""
+        """Compute the share of each stream, between -1 and 1, from one stream ``x`` f32[n, E]: f32[n, streams]."""
         h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
     def predict_streams(self, i: int, x: Value) -> Value:
-        """Return all streams, plus a mix of them that depends on the first stream."""
+        """Predict all residual streams after the block: the streams ``x`` f32[n, streams, E] plus a mix of them.
+
+        The coefficients of the mix depend on the first stream.
+        """
         rows, streams, _ = x.shape
         shares = self.compute_shares(i, take_first_stream(x), streams)
         mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
@@ -162,9 +174,13 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         return ops.add(mixed, x, name=f"blk.{i}.predictions")
 
     def correct_streams(self, i: int, predictions: Value, first: Value, y: Value) -> Value:
-        """Return all streams, corrected by the result ``y`` f32[n, E] of the block.
+        """Correct the predicted streams by the error of the prediction of the first stream.
 
-        ``first`` f32[n, E] is the prediction of ``y``.
+        Args:
+            i: Number of the block.
+            predictions: The predicted streams, f32[n, streams, E].
+            first: The predicted first stream, f32[n, E].
+            y: The first stream that the block computed, f32[n, E].
         """
         streams = predictions.shape[1]
         shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_shares(i, y, streams), streams)
@@ -173,26 +189,27 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
 
 
 def take_first_stream(x: Value) -> Value:
-    """Return the first stream of ``x`` f32[n, streams, E]: f32[n, E]."""
+    """Return the first residual stream of ``x`` f32[n, streams, E]: f32[n, E]."""
     return ops.reshape(split_streams(x)[0], shape=(x.shape[0], x.shape[2]))
 
 
 def split_streams(x: Value) -> tuple[Value, Value]:
-    """Return the first stream f32[n, 1, E] and the other streams f32[n, streams - 1, E]."""
+    """Split off the first residual stream f32[n, 1, E] from the other streams f32[n, streams - 1, E]."""
     first = ops.slice_(x, axis=1, start=0, stop=1)
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
 
 
 def match_row_norms(x: Value, like: Value) -> Value:
-    """Scale the rows of ``x`` f32[n, k, E] to the L2 norm of ``like`` f32[n, 1, E]."""
+    """Scale the rows of ``x`` f32[n, k, E] to match the L2 norms of the rows of ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
 
 class PostNormDecoder(Decoder):
-    """A norm follows each sum, so that each part of a block reads a normalised residual.
+    """A decoder with post-norm blocks: a norm follows each residual sum.
 
-    Devlin et al., BERT, 2018. A second such norm after attention: Günther et al., Jina embeddings 2, 2023.
+    Each part of a block then reads a normalised residual. Devlin et al., BERT, 2018. A second such norm after
+    attention: Günther et al., Jina embeddings 2, 2023.
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -206,10 +223,11 @@ class PostNormDecoder(Decoder):
 
 
 class HyperConnectionDecoder(Decoder):
-    """Several residual streams f32[n, streams, E]; each part of a block reads a weighted mix of them.
+    """A decoder with hyper-connections: several residual streams f32[n, streams, E].
 
-    The result of a part is added to all streams, by weights. Streams are also mixed among each other if the file has
-    logits for this. Zhu et al., Hyper-connections, 2024; Xie et al., mHC, 2025.
+    The mixer and the FFN of a block each read a weighted mix of the streams, and add their result to all streams by
+    weights. Streams are also mixed among each other if the file has logits for this. Zhu et al., Hyper-connections,
+    2024; Xie et al., mHC, 2025.
     """
 
     def run_all_blocks(self) -> Value:
@@ -221,8 +239,8 @@ class HyperConnectionDecoder(Decoder):
         x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, streams * width)))
         return ops.reshape(x, shape=(x.shape[0], streams, width))
 
-    def apply_output_norm(self, x: Value, own: str = "") -> Value:
-        return super().apply_output_norm(self.merge_streams(x, f"{own}.hc_head"), own)
+    def apply_output_norm(self, x: Value, mtp_prefix: str = "") -> Value:
+        return super().apply_output_norm(self.merge_streams(x, f"{mtp_prefix}.hc_head"), mtp_prefix)
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         before, post, comb = self.mix_streams(f"blk.{i}.hc_attn", x)
@@ -233,9 +251,15 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
 
     def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
-        """Return the mix that a part reads, its write weights, and the mix among streams.
+        """Compute the mix of streams that a mixer or FFN reads, and the weights with which it writes its result.
 
-        Shapes: f32[n, E], f32[n, streams]; the third is `None` without such a mix.
+        Args:
+            name: The prefix of weight names.
+            x: The streams, f32[n, streams, E].
+
+        Returns:
+            The mix f32[n, E], the write weights f32[n, streams], and the weights of a mix among the streams. The last
+            one is `None` without such a mix.
         """
         traits, n = self.hyper.streams, self.hyper.streams.count
         mixes, scale, base = self.compute_mix_logits(name, x)
@@ -251,7 +275,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Return the logits of all streams together, and their factors and offsets."""
+        """Compute the logits of the stream weights from all streams ``x``.
+
+        The other results are the factors and the offsets of these logits.
+        """
         rows, streams, width = x.shape
         flat = self.norm.apply_without_weights(ops.reshape(x, shape=(rows, streams * width)))
         weights = self.weights
@@ -260,8 +287,8 @@ class HyperConnectionDecoder(Decoder):
         scale = weights(f"{name}_scale.weight", weights.tensor_shape(f"{name}_scale.weight"))
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
-    def merge_streams(self, x: Value, own: str) -> Value:
-        """Return one stream f32[n, E]: a weighted sum if the file has weights for it, else the mean of all streams."""
+    def merge_streams(self, x: Value, head_prefix: str) -> Value:
+        """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has its weights, else the mean."""
         if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
@@ -273,9 +300,10 @@ class HyperConnectionDecoder(Decoder):
 
 
 class GatedStreamDecoder(HyperConnectionDecoder):
-    """Each part reads the mean of the streams, with each entry gated through fewer columns.
+    """A hyper-connection decoder in which a mixer or FFN reads a gated mean of the streams.
 
-    One layer may add n-gram embeddings. Graph: llama.cpp ``qwen4exp.cpp``.
+    A low-rank projection of all streams gives the gate of each entry. One layer may add n-gram embeddings. Graph:
+    llama.cpp ``qwen4exp.cpp``.
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -285,13 +313,16 @@ class GatedStreamDecoder(HyperConnectionDecoder):
         return super().run_block(i, layer, x)
 
     def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
-        """Return the mix that a part reads, f32[n, E], and its write weights f32[n, streams]."""
+        """Compute the gated stream mean that a mixer or FFN reads, f32[n, E], and its write weights f32[n, streams].
+
+        The third result is `None`: streams are not mixed among each other.
+        """
         mean, flat = self.compute_gated_mean(name, x)
         weight = ops.scale(matmul(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
         return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
 
     def compute_gated_mean(self, name: str, x: Value) -> tuple[Value, Value]:
-        """Return the gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
+        """Compute the gated stream mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
         rows, streams, width = x.shape
         normed = self.norm(self.weights, f"{name}_norm", x)
         flat = ops.reshape(normed, shape=(rows, streams * width))
@@ -301,14 +332,17 @@ class GatedStreamDecoder(HyperConnectionDecoder):
         gate = ops.reshape(gate, shape=x.shape)
         return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
 
-    def merge_streams(self, x: Value, own: str) -> Value:
-        return self.compute_gated_mean(own if self.weights.has_tensor(f"{own}_norm.weight") else "output_hc", x)[0]
+    def merge_streams(self, x: Value, head_prefix: str) -> Value:
+        return self.compute_gated_mean(
+            head_prefix if self.weights.has_tensor(f"{head_prefix}_norm.weight") else "output_hc", x
+        )[0]
 
 
 class ResidualBankDecoder(Decoder):
-    """Each part reads a mix of earlier residuals: one from the start of each span of blocks, and the present one.
+    """A decoder with attention residuals: its parts read a softmax-weighted mix of earlier residuals.
 
-    Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
+    A part is a mixer or an FFN. The mix has the present residual and the saved ones, from the start of each span of
+    blocks. Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
     def run_all_blocks(self) -> Value:
@@ -326,7 +360,13 @@ class ResidualBankDecoder(Decoder):
         return self.frame.select_needed_rows(self.mix_bank("output_res_score", x, bank))
 
     def mix_bank(self, name: str, x: Value, bank: list[Value]) -> Value:
-        """Return the sum of all residuals, weighted by a softmax over their scores: f32[n, E]."""
+        """Mix the saved residuals and the present one: the sum weighted by a softmax over their scores, f32[n, E].
+
+        Args:
+            name: The prefix of the weight that gives the scores.
+            x: The present residual, f32[n, E].
+            bank: The saved residuals; without any, the result is ``x``.
+        """
         if not bank:
             return x
         rows, width = x.shape
@@ -339,9 +379,10 @@ class ResidualBankDecoder(Decoder):
 
 
 class CyclicDecoder(Decoder):
-    """Two stacks of blocks that run in turn on each other's result; each pass has caches of its own.
+    """A decoder with two stacks of blocks that run in turn, each on the sum of both results.
 
-    Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
+    Each pass of a stack has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp
+    ``hrm-text.cpp``.
     """
 
     def run_all_blocks(self) -> Value:

@@ -1,9 +1,9 @@
-"""The engine of a model server: orders in, one step, events out.
+"""The engine of a model server: it schedules requests step by step, and reports events.
 
 A caller drives the engine step by step and gives it a clock, so tests need neither threads nor sockets. A step either
-reads a chunk of one prompt or decodes one token of every running request. Both kinds of step alternate while both kinds
-of work exist. A chunk takes about as long as a decode step, so the time between two tokens is at most about twice a
-decode step.
+reads a chunk of one prompt or decodes one token of every running request. Both kinds of step alternate while both
+kinds of work exist. A chunk takes about as long as a decode step, so the time between two tokens is at most about
+twice a decode step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .requests import (
 from .slots import MIN_PROMPT_TOKENS, choose_window
 
 IDLE_CHUNK_SECONDS = 1.0
-"""Largest predicted time of a chunk while no request decodes; a cancellation waits for the end of a chunk."""
+"""Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
 SMOOTHING = 0.3
 """Weight of the last measured time of a step in the running mean."""
 MIN_AWAITED_TOKENS = 64
@@ -46,25 +46,28 @@ MIN_AWAITED_TOKENS = 64
 
 
 class StepRunner(Protocol):
-    """The members of `SlotPool` that the engine uses; a test replaces them by a model without weights."""
+    """The operations of `SlotPool` that the engine uses; a test replaces them by a model without weights."""
 
     slots: int
     context: int
     batch: int
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """See `SlotPool.read_prompt`."""
+        """Read prompt tokens into a slot, and return the last logits; see `SlotPool.read_prompt`."""
 
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
-        """See `SlotPool.decode`."""
+        """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
 
     def wipe(self, slot: int) -> None:
-        """See `SlotPool.wipe`."""
+        """Zero all states of a slot; see `SlotPool.wipe`."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request in a slot. `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated."""
+    """A running request in a slot.
+
+    `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated.
+    """
 
     request: GenerationRequest
     slot: int
@@ -81,7 +84,7 @@ class _Running:
 
     @property
     def unread(self) -> int:
-        """Prompt tokens that are still to be read."""
+        """Number of prompt tokens that the slot has not read yet."""
         return max(0, len(self.request.prompt) - len(self.tokens))
 
 
@@ -92,7 +95,7 @@ class _Queued:
 
 
 class Engine:
-    """Schedules requests over the slots of a pool. One thread makes all calls.
+    """Schedules generation requests over the slots of a pool, step by step. One thread makes all calls.
 
     Requests start in the order of their submission as soon as a slot is free. A request that fails ends alone.
 
@@ -126,7 +129,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ orders
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request.
+        """Submit a request to the queue, in which it waits for a free slot.
 
         Raises:
             QueueFullError: The queue is full.
@@ -146,7 +149,7 @@ class Engine:
             raise ContextExceededError(len(request.prompt), self._pool.context)
 
     def cancel(self, request: str) -> list[Event]:
-        """End a request that is queued or running; return its last event, or nothing for an unknown id."""
+        """Cancel the queued or running request with this id; return its last event, or nothing for an unknown id."""
         for queued in self._queue:
             if queued.request.id == request:
                 self._queue.remove(queued)
@@ -162,7 +165,7 @@ class Engine:
 
     @property
     def status(self) -> EngineStatus:
-        """The present counts."""
+        """The present counts of slots, requests and tokens."""
         requests = tuple(self._running[i].request.id if i in self._running else "" for i in range(self._pool.slots))
         tokens = tuple(
             len(self._running[i].tokens) if i in self._running else self._cache.count_tokens(i)
@@ -181,7 +184,11 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[Event]:
-        """Admit requests, then read a chunk of a prompt or decode one token of each running request."""
+        """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
+
+        Returns:
+            The events of the step, for the clients of the requests.
+        """
         events: list[Event] = list(self._admit())
         reading = [one for one in self._running.values() if one.unread]
         decoding = [one for one in self._running.values() if one.next_token is not None]
@@ -195,7 +202,7 @@ class Engine:
         return events
 
     def _admit(self) -> Iterator[Event]:
-        """Start queued requests in free slots, in order, and yield the number of tokens that each finds there.
+        """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
 
         A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
         have been read.
@@ -231,11 +238,11 @@ class Engine:
             yield ProgressEvent(request.id, match.tokens)
 
     def _window_size(self, slot: int) -> int:
-        """Return the slots of the window that has a slot and all running requests."""
+        """Compute the number of slots of the window that has `slot` and all running requests."""
         return choose_window([slot, *self._running])[1]
 
     def _compact(self, decoding: Sequence[_Running]) -> None:
-        """Move a request nearer to the others if they decode in a window that is at least twice as large as needed.
+        """Move one request to shrink the window of decoding slots, if it is at least twice as large as needed.
 
         A step moves one request at most, which takes a few milliseconds.
         """
@@ -259,7 +266,10 @@ class Engine:
         )
 
     def _choose_chunk_size(self, running: _Running, decoding: Sequence[_Running]) -> int:
-        """Return how many prompt tokens the next chunk reads: a power of two, or all that are left."""
+        """Choose the number of prompt tokens that the next chunk reads: a power of two, or all that are left.
+
+        The predicted time of the chunk is about the time of a decode step, at most `max_gap_seconds`.
+        """
         if decoding:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
             budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
@@ -271,7 +281,10 @@ class Engine:
         return self._cache.limit_chunk(running.slot, len(running.tokens), min(size, self._pool.batch))
 
     def _predict_chunk_seconds(self, size: int) -> float:
-        """Return the time of a chunk, measured or scaled from the nearest measured size; 0 if nothing is measured."""
+        """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
+
+        The result is 0 if nothing is measured.
+        """
         if size in self._chunk_seconds or not self._chunk_seconds:
             return self._chunk_seconds.get(size, 0.0)
         nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
@@ -316,7 +329,7 @@ class Engine:
             yield from self._advance(one, rows[one.slot])
 
     def _decode_one_by_one(self, decoding: Sequence[_Running], error: HocketError) -> Iterator[Event]:
-        """Repeat a failed step for each request alone, so that only the requests that fail end."""
+        """Repeat a failed decode step for each request alone, so that only the requests that fail end."""
         if len(decoding) == 1:
             yield self._fail(decoding[0], error)
             return
@@ -341,7 +354,10 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- sampling
 
     def _sample(self, one: _Running, logits: F32) -> Iterator[Event]:
-        """Sample the next token of a request; end the request at an end token, at its limit or after an error."""
+        """Sample the next token of a request from its logits, and yield the events.
+
+        The request ends at an end token, at its limit or after an error.
+        """
         params, one.next_token = one.request.params, None
         logits = logits[: params.token_count]
         try:
@@ -373,7 +389,7 @@ class Engine:
             one.next_token = token
 
     def _fail(self, one: _Running, error: HocketError) -> EndEvent:
-        """End a request after an error. Its slot may hold numbers that are not finite, so its cells are lost."""
+        """End a request with an error, and zero its slot, which may hold numbers that are not finite."""
         self._pool.wipe(one.slot)
         self._cache.forget(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
@@ -395,7 +411,7 @@ class Engine:
         return EndEvent(one.request.id, reason, timing, message)
 
     def predict_queue_seconds(self) -> float:
-        """Return the time until a place in the queue is free, from the mean time of a request."""
+        """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
 
 

@@ -1,9 +1,10 @@
-"""The prefix cache of a serving engine: prompts that begin with the tokens of a slot are read from there on.
+"""The prefix cache of a serving engine: it finds prompt tokens that a slot has read, so they are not read again.
 
-Each slot keeps the tokens that it has read as prompt. A new prompt takes the free slot that shares the longest prefix,
-or copies the cells of a running one. Recurrent states hold the last token only, so a slot with such states also keeps
-copies of them at some positions: near the end of each prompt, and where a later prompt was seen to differ. Kernels
-compute several tokens of a recurrence at once, so these positions are multiples of `STATE_ALIGNMENT`.
+A slot is the memory of one sequence: cells (one per token) in KV caches, and recurrent states. Each slot keeps the
+tokens that it has read as prompt. A new prompt takes the free slot that shares the longest prefix, or copies the
+cells of a running one. Recurrent states hold the last token only. So a slot with such states also keeps copies of
+them at some positions: near the end of each prompt, and where a later prompt was seen to differ. Kernels compute
+several tokens of a recurrence at once, so these positions are multiples of `STATE_ALIGNMENT`.
 
 Cells that were decoded token by token are not reused, because kernels for single tokens round otherwise. An answer is
 read again as a part of the next prompt, and a text is the same with and without the cache.
@@ -19,7 +20,7 @@ from ...graph.lazy_dataclass import dataclass
 from .slots import SlotStates
 
 MIN_REUSED_TOKENS = 16
-"""Fewest tokens of a prefix that are worth a match."""
+"""Smallest number of prefix tokens that are reused; shorter prefixes are read again."""
 
 STATE_ALIGNMENT = 16
 """Tokens between positions at which recurrent states may be saved.
@@ -30,37 +31,37 @@ bit on CPUs.
 
 
 class SlotMemory(Protocol):
-    """The members of `SlotPool` that the cache uses."""
+    """The operations of `SlotPool` that the prefix cache uses."""
 
     slots: int
 
     @property
     def has_recurrent_states(self) -> bool:
-        """See `SlotPool.has_recurrent_states`."""
+        """Whether a slot has recurrent states; see `SlotPool.has_recurrent_states`."""
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """See `SlotPool.ring_slack_tokens`."""
+        """Number of last tokens that a slot can drop in its ring caches; see `SlotPool.ring_slack_tokens`."""
 
     def clear_states(self, slot: int) -> None:
-        """See `SlotPool.clear_states`."""
+        """Zero the recurrent states of a slot; see `SlotPool.clear_recurrent_states`."""
 
     def save_states(self, slot: int) -> SlotStates:
-        """See `SlotPool.save_states`."""
+        """Return a copy of the recurrent states of a slot; see `SlotPool.save_recurrent_states`."""
 
     def restore_states(self, slot: int, saved: SlotStates) -> None:
-        """See `SlotPool.restore_states`."""
+        """Set the recurrent states of a slot to saved ones; see `SlotPool.restore_recurrent_states`."""
 
     def copy_cells(self, source: int, target: int, tokens: int) -> None:
-        """See `SlotPool.copy_cells`."""
+        """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
     def compute_state_bytes(self) -> int:
-        """See `SlotPool.compute_state_bytes`."""
+        """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The first `tokens` tokens of a prompt are in the slot `source`; the prompt goes to the free slot `target`."""
+    """A match of a prompt: the slot `source` has its first `tokens` tokens, and the free slot `target` will run it."""
 
     tokens: int
     source: int
@@ -69,14 +70,14 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class _SavedState:
-    """The recurrent states after a prefix of tokens."""
+    """A copy of the recurrent states of a slot after a prefix of tokens, with its size in bytes."""
 
     states: SlotStates
     nbytes: int
 
 
 class PrefixCache:
-    """The tokens that each slot has read, and saved recurrent states.
+    """Tracks the prompt tokens that each slot has read, and keeps saved recurrent states, to reuse common prefixes.
 
     Args:
         memory: The slots.
@@ -98,21 +99,21 @@ class PrefixCache:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of all saved states."""
+        """The bytes of all saved recurrent states."""
         return self._saved_bytes
 
     def count_tokens(self, slot: int) -> int:
-        """Return the number of tokens that a slot keeps."""
+        """Return the number of prompt tokens that a slot keeps for reuse."""
         return len(self._tokens[slot])
 
     def find_match(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
     ) -> PrefixMatch:
-        """Return the slot for a prompt, and how many of its tokens need not be read.
+        """Find the best free slot for a prompt, and the slot from which its longest known prefix can be reused.
 
-        At least one token is read. The prompt goes to the slot that makes the smallest window. Among equal ones it
-        stays in the slot that has its prefix, unless that slot has at least twice as many tokens. Then an empty slot is
-        preferred, then the least recently used one.
+        At least one token is left to read. The prompt goes to the slot that makes the smallest window. Among equal
+        ones it stays in the slot that has its prefix, unless that slot has at least twice as many tokens. Then an
+        empty slot is preferred, then the least recently used one.
 
         Args:
             prompt: The tokens; empty for a request that uses no cache.
@@ -144,7 +145,7 @@ class PrefixCache:
         self._touch(target)
 
     def _count_reusable(self, slot: int, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens of a prompt a slot can provide."""
+        """Count the first tokens of a prompt that a slot holds and can provide."""
         known = self._tokens[slot]
         shared = count_common_tokens(known, prompt[:-1])
         if self._memory.has_recurrent_states:
@@ -181,11 +182,17 @@ class PrefixCache:
         self._touch(target)
 
     def limit_chunk(self, slot: int, position: int, size: int) -> int:
-        """Return the size, at most `size`, of the next chunk of a slot, which ends where states are to be saved."""
+        """Limit the next prompt chunk of a slot so that it ends at the next position where recurrent states are saved.
+
+        Args:
+            slot: Number of the slot.
+            position: Tokens that the slot has read.
+            size: Largest size of the chunk in tokens.
+        """
         return min((at - position for at in self._save_points[slot] if position < at < position + size), default=size)
 
     def note_read(self, slot: int, tokens: Sequence[int]) -> None:
-        """Record the tokens that a slot has read of its prompt; save recurrent states at the chosen positions."""
+        """Record the prompt tokens that a slot has read; save its recurrent states if they end at a chosen position."""
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
         if len(tokens) in self._save_points[slot]:
@@ -194,7 +201,7 @@ class PrefixCache:
                 self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))
 
     def forget(self, slot: int) -> None:
-        """Forget the tokens and the saved states of a slot."""
+        """Forget the tokens and the saved recurrent states of a slot."""
         self._tokens[slot] = ()
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
@@ -220,7 +227,7 @@ class PrefixCache:
 
 
 def count_common_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Return the length of the longest common prefix of two token sequences.
+    """Count the tokens of the longest common prefix of two token sequences.
 
     The search halves the range, because comparing slices is faster than comparing tokens one by one.
     """

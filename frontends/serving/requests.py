@@ -8,7 +8,7 @@ from ..generation.generate import GenerationParams
 
 
 class QueueFullError(HocketError):
-    """The queue of the engine is full. `retry_seconds` is the predicted time until a place is free."""
+    """Raised when the queue of the engine is full. `retry_seconds` is the predicted time until a place is free."""
 
     def __init__(self, queued: int, retry_seconds: float) -> None:
         waiting = f"{queued} requests wait already" if queued else "all slots are busy"
@@ -17,7 +17,7 @@ class QueueFullError(HocketError):
 
 
 class ContextExceededError(HocketError):
-    """The prompt of a request does not fit into the context; both sizes are in tokens."""
+    """Raised when the prompt of a request does not fit into the context; both sizes are in tokens."""
 
     def __init__(self, prompt_tokens: int, context: int) -> None:
         super().__init__(
@@ -29,12 +29,13 @@ class ContextExceededError(HocketError):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt with its generation parameters.
+    """A request to generate text: a prompt with its generation parameters.
 
     - `id`: unique among the requests of an engine.
     - `prompt`: token ids, at least one.
     - `params`: `GenerationParams.limit` counts new tokens: 0 reads the prompt only, -1 is until the context is full.
-    - `top_logprobs`: the number of most probable tokens to report for each new token; `None` reports no probabilities.
+    - `top_logprobs`: the number of most probable tokens to report for each new token; `None` reports no
+      probabilities.
     - `uses_cache`: whether cells of earlier requests may be reused.
     """
 
@@ -47,7 +48,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A new token of a request.
+    """The event of a new token of a request.
 
     `logprob` is the natural logarithm of its probability in the model, before sampling options; `top` has the most
     probable tokens with their logarithms. Both are empty without `GenerationRequest.top_logprobs`.
@@ -79,9 +80,9 @@ class RequestTiming:
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """The prompt of a request has been read up to token `read_tokens`, cached tokens included.
+    """The event of progress in the prompt of a request: it has been read up to token `read_tokens`.
 
-    The first one comes when the request gets a slot.
+    Cached tokens count as read. The first event comes when the request gets a slot.
     """
 
     request: str
@@ -90,10 +91,10 @@ class ProgressEvent:
 
 @dataclass(frozen=True, slots=True)
 class EndEvent:
-    """The end of a request; no event of the request follows.
+    """The last event of a request, with the reason of its end and its timing.
 
-    `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled`` or
-    ``error``; `message` describes an error.
+    `reason` is ``stop`` (an end token, or a complete grammar), ``length`` (the limit or the context), ``cancelled``
+    or ``error``; `message` describes an error.
     """
 
     request: str
@@ -107,7 +108,9 @@ Event = TokenEvent | ProgressEvent | EndEvent
 
 @dataclass(slots=True)
 class EngineSums:
-    """Sums of an engine since its start. The engine adds to its own record; `EngineStatus` has a copy.
+    """Total token counts and seconds of an engine since its start.
+
+    The engine adds to its own record; `EngineStatus` has a copy.
 
     - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: the part from the prefix cache.
     - `new_tokens`: sampled tokens; `finished_requests`: requests that have ended in a slot.
@@ -125,13 +128,13 @@ class EngineSums:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Counts of an engine at one moment.
+    """The status of an engine at one moment: counts of slots, requests and tokens.
 
     - `slots`: sequences that can run at once; `running`, `queued`: requests.
     - `context`: tokens of a slot.
     - `slot_requests`: the id of the request in each slot; empty text for a free slot.
     - `slot_tokens`: the tokens that each slot holds, tokens of the prefix cache included.
-    - `sums`: sums since the start.
+    - `sums`: totals since the start.
     """
 
     slots: int

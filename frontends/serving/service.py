@@ -1,4 +1,4 @@
-"""The protocol of a served model, so that tests of the HTTP server need no weights."""
+"""The protocol between the HTTP server and a served model, so that tests of the server need no weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .requests import EngineStatus, Event, GenerationRequest
 
 
 class ModelService(Protocol):
-    """A model with an engine that runs in a thread of its own. All members may be called from any thread."""
+    """A served model, with an engine that runs in its own thread. All members may be called from any thread."""
 
     @property
     def model_name(self) -> str:
@@ -21,7 +21,7 @@ class ModelService(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """The metadata of the model file, among it the chat template."""
+        """The metadata of the model file, such as the chat template."""
 
     @property
     def model_info(self) -> Mapping[str, int]:
@@ -33,11 +33,11 @@ class ModelService(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that determines the text: model, version, processor, cache dtypes, devices."""
+        """A digest of all that determines the generated text: model, version, processor, cache dtypes, devices."""
 
     @property
     def status(self) -> EngineStatus:
-        """The present counts of the engine."""
+        """The present counts of the engine, such as running and queued requests."""
 
     @property
     def is_ready(self) -> bool:
@@ -45,14 +45,14 @@ class ModelService(Protocol):
 
     @property
     def seconds_since_heartbeat(self) -> float:
-        """Seconds since the engine ended a step or found that there is no work."""
+        """Seconds since the engine last ended a step or found that there is no work."""
 
     @property
     def failure(self) -> str:
-        """Why the engine has ended; an empty text while it runs."""
+        """The reason why the engine has ended; an empty text while it runs."""
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
-        """Queue a request. `on_event` is called in the engine's thread for each event; it must not block.
+        """Submit a request to the queue. The engine calls `on_event` in its thread for each event; it must not block.
 
         Raises:
             QueueFullError: The queue is full.
@@ -61,17 +61,19 @@ class ModelService(Protocol):
         """
 
     def cancel(self, request: str) -> None:
-        """End a request within one step, also while it is queued; unknown ids are ignored."""
+        """Cancel the request with this id within one step, also while it is queued; unknown ids are ignored."""
 
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
-        """Return f32[texts, width]; blocks until it is done, so call it in a worker thread.
+        """Compute the embedding vectors of tokenized texts, f32[texts, width].
+
+        The call blocks until the vectors are complete, so call it in a worker thread.
 
         Raises:
             ModelError: A text is empty or too long.
         """
 
     def explain_plans(self) -> str:
-        """Return the explanation of the plans that serve, as text."""
+        """Explain the plans that serve requests, as text."""
 
     def close(self, grace_seconds: float) -> None:
-        """Refuse new requests, end running ones after `grace_seconds`, and end the thread."""
+        """Close the service: refuse new requests, end running ones after `grace_seconds`, and end the thread."""

@@ -1,8 +1,8 @@
 """The slots of a serving engine: sequences of one session that run in any subset, each with its own length.
 
-All states lie in one session of as many sequences as there are slots. A session over a window of neighbouring slots
-runs them in the same memory. A prompt is read in the window of its slot alone, and tokens are decoded in the smallest
-aligned window that has all decoding slots.
+A slot is the memory of one sequence. All states lie in one session of as many sequences as there are slots. A session
+over a window of neighbouring slots runs them in the same memory. A prompt is read in the window of its slot alone,
+and tokens are decoded in the smallest aligned window that has all decoding slots.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..inference.session import MIN_CONTEXT_BUCKET, Session
 MIN_PROMPT_TOKENS = 16
 """Smallest bucket of prompt tokens.
 
-With fewer tokens, kernels for single tokens would compute them, with other rounding. The logits of a prompt would then
-depend on how it is cut into chunks.
+With fewer tokens, kernels for single tokens would compute them, with other rounding. The logits of a prompt would
+then depend on how it is cut into chunks.
 """
 SlotStates = Mapping[str, npt.NDArray[np.generic]]
-"""The states of one slot that are not caches, by name, as host arrays."""
+"""The recurrent states of one slot (all states except caches), by name, as host arrays."""
 
 
 def choose_window(slots: Sequence[int]) -> tuple[int, int]:
-    """Return the first slot and the number of slots of the smallest aligned window that has all of `slots`.
+    """Choose the smallest aligned window that has all of `slots`; return its first slot and its number of slots.
 
     A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
     """
@@ -39,7 +39,7 @@ def choose_window(slots: Sequence[int]) -> tuple[int, int]:
 
 
 class SlotPool:
-    """The memory of `slots` sequences of `context` tokens over the weights of a session.
+    """The memory of `slots` sequences (slots) of `context` tokens, over the weights of a session.
 
     Raises `ModelError` for a model without steps.
 
@@ -66,21 +66,24 @@ class SlotPool:
 
     @property
     def has_recurrent_states(self) -> bool:
-        """Whether a slot has states that hold its last token only, so that it resumes only from saved states."""
+        """Whether a slot has recurrent states, which hold its last token only; a prefix then needs saved states."""
         return len(self._caches) < len(self._state_names)
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """Number of last tokens that a slot can drop in its ring caches; None without ring caches."""
+        """Number of last tokens that a slot with ring caches can drop and still resume; None without ring caches."""
         return next_power_of_two(self.batch) if self._rings else None
 
     @property
     def session(self) -> Session:
-        """The session of all slots."""
+        """The session over all slots."""
         return self._all_slots
 
     def find_window(self, first: int, count: int) -> Session:
-        """Return the session over `count` slots from slot `first` on, or fewer at the end; the first call makes it."""
+        """Return the session over a window of `count` slots from slot `first` on; the first call opens it.
+
+        At the end of the slots the window has fewer slots.
+        """
         count = min(count, self.slots - first)
         key = first, count
         if key not in self._windows:
@@ -95,7 +98,7 @@ class SlotPool:
         return self._windows[key]
 
     def prepare(self, report: Callable[[], object] = lambda: None) -> None:
-        """Plan and compile the steps of short texts: every bucket of prompt tokens, and every number of sequences.
+        """Compile the steps of short texts: for every bucket of prompt tokens, and for every number of sequences.
 
         `report` is called after each step, because all of them together may take minutes.
         """
@@ -107,9 +110,10 @@ class SlotPool:
             report()
 
     def prepare_longer(self) -> Iterator[None]:
-        """Plan and compile the steps of longer texts, shorter ones first, and yield after each of them.
+        """Compile the steps of longer texts, shorter ones first, and yield after each of them.
 
-        Without this, the first text of a context bucket waits for its plan, and all other requests wait with it.
+        Without this, the first text of a context bucket waits for its plan and kernels, and all other requests wait
+        with it.
         """
         length = MIN_CONTEXT_BUCKET
         while length < self.context:
@@ -139,7 +143,7 @@ class SlotPool:
         window.executor(window.make_step(1, length, count))
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """Append prompt tokens to a slot and return the logits after the last one, f32[vocabulary].
+        """Read prompt tokens into a slot, after its tokens, and return the logits after the last one, f32[vocabulary].
 
         Args:
             slot: Number of the slot.
@@ -155,7 +159,7 @@ class SlotPool:
             window.min_tokens = 1
 
     def decode(self, tokens: Mapping[int, int], before: Mapping[int, Sequence[int]]) -> dict[int, F32]:
-        """Append one token to each of some slots and return the logits after it by slot, f32[vocabulary] each.
+        """Run one decode step: append a token to each given slot, and return the logits f32[vocabulary] by slot.
 
         Args:
             tokens: The new token of each slot.
@@ -175,29 +179,29 @@ class SlotPool:
         window.recent = [list(tokens[len(tokens) - min(history, len(tokens)) :]) for tokens in before]
 
     def clear_states(self, slot: int) -> None:
-        """Zero the states of a slot that are not caches, before its first token."""
+        """Zero the recurrent states of a slot before its first token; caches stay."""
         for name in self._state_names:
             if name not in self._caches:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
     def wipe(self, slot: int) -> None:
-        """Zero all states of a slot, after a run that may have left numbers that are not finite."""
+        """Zero all states of a slot, including caches, after a run that may have left numbers that are not finite."""
         window = self.find_window(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
 
     def save_states(self, slot: int) -> SlotStates:
-        """Return a copy of the states of a slot that are not caches."""
+        """Return a copy of the recurrent states of a slot, without its caches."""
         names = (name for name in self._state_names if name not in self._caches)
         return {name: self.find_window(slot, 1).store.state(name)[:] for name in names}
 
     def restore_states(self, slot: int, saved: SlotStates) -> None:
-        """Set the states of a slot that are not caches to saved ones."""
+        """Set the recurrent states of a slot to saved ones; caches stay."""
         for name, array in saved.items():
             self.find_window(slot, 1).store.state(name)[:] = array
 
     def copy_cells(self, source: int, target: int, tokens: int) -> None:
-        """Copy the cells of the first `tokens` tokens of a slot to another slot, and all cells of ring caches."""
+        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot, and all of ring caches."""
         store, count = self._all_slots.store, self._all_slots.sequences
         for name in self._caches:
             rows = store.state(name).shape[0] // count
@@ -206,6 +210,6 @@ class SlotPool:
             store.copy_state_rows(name, source * rows, target * rows, used)
 
     def compute_state_bytes(self) -> int:
-        """Return the bytes of the states of one slot that are not caches."""
+        """Compute the bytes of the recurrent states of one slot, without its caches."""
         store = self.find_window(0, 1).store
         return sum(store.state(name).spec.nbytes for name in self._state_names if name not in self._caches)

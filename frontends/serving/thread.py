@@ -1,4 +1,4 @@
-"""The engine of a model in a thread of its own, as an HTTP server uses it."""
+"""The engine of a model in its own thread, as an HTTP server uses it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .slots import SlotPool
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of an engine without work."""
 CLOSE_POLL_SECONDS = 0.05
-"""Seconds between two looks at the running requests of an engine that closes."""
+"""Seconds between two checks of the running requests of an engine that closes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of an engine.
+    """The options of a serving engine.
 
     - `slots`: sequences that run at once.
     - `queue_size`: requests that wait at most; 0 refuses requests while all slots are busy.
@@ -47,9 +47,10 @@ class EngineOptions:
 
 
 class EngineThread:
-    """Runs the engine of a model in a thread; see `ModelService` for its members.
+    """Runs the engine of a model in its own thread; see `ModelService` for its members.
 
-    Callers never wait for a step: orders go through a queue, and events come through the receiver of each request.
+    Callers never wait for a step: orders (functions that the thread calls) go through a queue, and events come
+    through the receiver of each request.
 
     Args:
         model: The model; its context is the context of each slot.
@@ -124,7 +125,7 @@ class EngineThread:
         return self._fingerprint
 
     def _compute_fingerprint(self, version: str) -> str:
-        """Return a digest of the version, the model, the plan of a token, the processor's features and the devices."""
+        """Compute a digest of the version, the model, the plan of a token, the processor's features and the devices."""
         session = self._model.session
         parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
         parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
@@ -134,7 +135,7 @@ class EngineThread:
         return self._model.embed(texts, normalise=normalise)
 
     def explain_plans(self) -> str:
-        """Return the explanations of the plans of a decode step with all slots and of the largest prompt chunk."""
+        """Explain two plans as text: a decode step with all slots, and the largest prompt chunk."""
         session = self._pool.session
         decode = session.plan(session.make_step(1, session.context, session.sequences))
         window = self._pool.find_window(0, 1)
@@ -203,7 +204,7 @@ class EngineThread:
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
     def _take_orders(self) -> bool:
-        """Carry out all orders; return False when the engine is to end.
+        """Execute all queued orders, such as submissions and cancellations; return False when the engine is to end.
 
         Without work this waits for the first order, but not for a second one: `status` must show the end of the last
         request at once.
@@ -220,9 +221,9 @@ class EngineThread:
             return True
 
     def _prepare_while_idle(self) -> bool:
-        """Prepare one step for longer texts if there is neither work nor an order; return whether it was prepared.
+        """Compile one step for longer texts if there is neither work nor an order; return whether one was compiled.
 
-        A failure ends the preparation.
+        A failure ends these compilations.
         """
         if self._engine.has_work or not self._orders.empty():
             return False
@@ -234,7 +235,10 @@ class EngineThread:
         return False
 
     def _send(self, events: list[Event]) -> None:
-        """Call the receivers of events, after all of them have been looked up under one lock."""
+        """Send events to the receivers of their requests.
+
+        All receivers are looked up under one lock before the first call.
+        """
         if not events:
             return
         with self._receivers_lock:
@@ -249,7 +253,7 @@ class EngineThread:
                 receiver(event)
 
     def _fail(self, why: str) -> None:
-        """End all requests with an error, and refuse further ones."""
+        """Fail all requests: send each an end event with the error `why`, and refuse further requests."""
         with self._receivers_lock:
             self._failure = self._failure or why
             receivers, self._receivers = self._receivers, {}

@@ -1,8 +1,8 @@
 """Prefetch distances of weights that are read once, from the disk cache.
 
 Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
-and a bad one costs up to half of the speed. Several rows of activations need a distance of their own: hardware prefetch
-is early enough for one row, and too late for four. `tuning.prefetch_tuning` measures the distances at first use.
+and a bad distance costs up to half of the speed. Several rows of activations need a distance of their own: hardware
+prefetch is early enough for one row, and too late for four rows. `tuning.prefetch_tuning` measures the distances at first use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ....graph.storage.disk_cache import make_cache_path, read_cached
 from .compiler import compute_source_digest
 
 PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
-"""Bytes ahead of use for the first and for the second cache.
+"""Prefetch distances in bytes for the L1 cache and for the L2 cache.
 
 The first pair is the default. With equal distances the second prefetch costs little. With zero distances, lines are
 requested before the block that needs them.
@@ -24,7 +24,7 @@ TUNED_ROW_COUNTS = (1, 4)
 
 
 def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int, int]:
-    """Return the prefetch distances of a weight in bytes, for the first and for the second cache.
+    """Return the tuned prefetch distances of a weight dtype in bytes, for the L1 cache and for the L2 cache.
 
     Args:
         dtype: The dtype of the weight.

@@ -1,8 +1,6 @@
-"""Prefetch distances for weights that are read once: measured at first use, and cached.
+"""Measurement of prefetch distances: products with the weights of a program, at first use.
 
-Processors differ in the hardware prefetch, and dtypes differ in the time of products. No distance is best everywhere,
-and a bad distance costs up to half of the speed. Several rows of activations need a distance of their own: hardware
-prefetch is early enough for one row, and too late for four rows.
+`compilation.prefetch_distance` has the distances and their meaning.
 """
 
 from __future__ import annotations
@@ -94,9 +92,6 @@ class TimedMatmul:
     """
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, row_count: int = 1) -> None:
-        from .kernels.products import dense, grouped, products  # which ask this file how far ahead to fetch
-        from .kernels.products.weight_formats.formats import FORMATS
-
         form = FORMATS.get(dtype)
         blocks = packed_matmul.make_packed_tiling(form) if form else float_matmul.make_float_tiling(dtype)
         self.nbytes = sum(matrix.nbytes for matrix in matrices)

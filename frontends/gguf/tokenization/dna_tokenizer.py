@@ -18,13 +18,16 @@ TO_UPPER_CASE = bytes.maketrans(bytes(range(ord("a"), ord("z") + 1)), bytes(rang
 
 
 class DnaTokenizer:
-    """Encodes sequences of bases by table look-up, and other text by the function `encode_text`."""
+    """A tokenizer that looks up groups of six DNA bases in a table, and encodes other text by `encode_text`."""
 
     def __init__(self, token_ids: Mapping[str, int], encode_text: Callable[[str], Iterable[int]]) -> None:
         self._token_ids, self._encode_text = token_ids, encode_text
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """Return the token ids of a text; an unclosed sequence extends to the end of the text."""
+        """Encode a text: return its token ids. ``add_special_tokens`` has no effect.
+
+        A DNA sequence without a closing tag extends to the end of the text.
+        """
         return Encoding([*self._encode_sections(text)])
 
     def _encode_sections(self, text: str) -> Iterator[int]:

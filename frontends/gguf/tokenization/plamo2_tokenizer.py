@@ -26,7 +26,7 @@ UNUSABLE_COST = 2000 * STEPS_PER_SCORE
 
 
 class MinCostTokenizer:
-    """Splits texts into tokens with the lowest sum of costs.
+    """A tokenizer that splits a text into the tokens with the lowest sum of costs.
 
     Args:
         token_ids: Token ids by text.
@@ -50,7 +50,7 @@ class MinCostTokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """Return the token ids of a text."""
+        """Encode a text: return its token ids. ``add_special_tokens`` has no effect."""
         end = len(text)
         totals, sizes = [0] * (end + 1), [0] * end
         for position in range(end - 1, -1, -1):
@@ -80,7 +80,10 @@ class MinCostTokenizer:
 def build_min_cost_tokenizer(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown: int
 ) -> MinCostTokenizer:
-    """Build the tokenizer of a file; padding rows of the vocabulary are no tokens."""
+    """Build the min-cost tokenizer of a file from its token scores; a cost is a negative score.
+
+    Padding rows of the vocabulary are no tokens.
+    """
     scores = np.clip(np.array(read_scores(metadata, token_ids, "plamo2")) * STEPS_PER_SCORE, -UNUSABLE_COST, 2.0**31)
     costs = -(np.sign(scores) * np.floor(np.abs(scores) + 0.5)).astype(np.int64)
     types = read_numbers(metadata, "token_type", len(token_ids)) or (1,) * len(token_ids)

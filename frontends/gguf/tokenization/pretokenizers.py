@@ -15,7 +15,10 @@ from ...errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Regular expressions that split a text one after the other; matches and the text between them become pieces."""
+    """A pre-tokenizer rule: regular expressions that split a text one after the other, and the spelling of tokens.
+
+    Matches and the text between them become pieces; BPE merges inside a piece only.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
@@ -44,17 +47,17 @@ def _build_llama3_pattern(digits: str, contraction: str = _CASELESS + "|") -> st
     return rf"{contraction}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 
 
-def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
-    """Return a pattern that splits camelCase words before upper-case letters.
+def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", excluded: str = "") -> str:
+    """Build a pattern that splits camelCase words before upper-case letters.
 
     Args:
         contraction: Pattern of a suffix such as ``'s``.
         digits: Pattern of numbers.
         tail: Pattern after punctuation.
-        but: Intersection that excludes characters from the letters.
+        excluded: Intersection that excludes characters from the letters.
     """
-    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
-    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|{_SPACES}"
@@ -67,7 +70,9 @@ _QWEN35 = (
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
 _GPT4O = _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}")
-_KIMI_K2 = r"[\p{Han}]+|" + _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_KIMI_K2 = r"[\p{Han}]+|" + _build_case_pattern(
+    f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", excluded=r"&&[^\p{Han}]"
+)
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
@@ -196,7 +201,7 @@ PRE_TOKENIZERS = dict(_list_rules())
 
 
 def select_pre_tokenizer(name: str) -> PreTokenizer:
-    """Return the rule `name`.
+    """Return the pre-tokenizer rule with this value of ``tokenizer.ggml.pre``.
 
     Raises:
         ModelError: The name is unknown; a default rule could give wrong token ids.

@@ -19,20 +19,23 @@ PREFIX_LENGTH = 2
 
 
 def unescape_token(text: str) -> bytes:
-    """Return the bytes of a token from its escaped text."""
+    """Return the bytes of a token from its text with the escapes of Python, such as ``\\x80``."""
     return ESCAPE_PATTERN.sub(
         lambda m: bytes.fromhex(m[1].decode()) if m[1] else ESCAPED_BYTES.get(m[2], m[2]), text.encode()
     )
 
 
 class Encoding(NamedTuple):
-    """The result of `encode`, with the attribute of HF ``tokenizers`` that hocket reads."""
+    """The result of `encode`: the token ids, under the name that HF ``tokenizers`` uses."""
 
     ids: list[int]
 
 
 class LongestMatchTokenizer:
-    """Splits texts into the longest matching tokens; `unknown` is the token of a byte that begins no token."""
+    """A tokenizer that takes the longest matching token at each position of a text.
+
+    `unknown` is the id of the token for a byte that begins no token, or None.
+    """
 
     def __init__(self, tokens: Sequence[str], unknown: int | None) -> None:
         self._token_ids = {unescape_token(text): i for i, text in enumerate(tokens)}
@@ -44,7 +47,7 @@ class LongestMatchTokenizer:
         self._unknown_id = unknown
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """Return the token ids of a text.
+        """Encode a text: return its token ids. ``add_special_tokens`` has no effect.
 
         Raises:
             ModelError: A byte begins no token, and there is no unknown token.

@@ -1,4 +1,4 @@
-"""BPE of SentencePiece in the order of scores, for vocabularies with tokens of equal score.
+"""BPE of SentencePiece in the order of token scores, for vocabularies with tokens of equal score.
 
 Each step merges the pair with the highest score; of pairs with equal scores it merges the leftmost one. HF
 ``tokenizers`` orders merges by rank instead, so it would always prefer the same one of two tokens with equal scores.
@@ -16,16 +16,17 @@ from .rwkv_tokenizer import Encoding
 
 
 class ScoreMerger:
-    """Merges the characters of a text into tokens.
+    """A BPE tokenizer that merges the pair of neighbours with the highest token score first.
 
-    A character without a token becomes the tokens of its bytes. If a byte has no token, it becomes `unknown`.
+    A character without a token becomes the tokens of its bytes. If a byte has no token, the character becomes
+    `unknown`.
     """
 
     def __init__(self, token_ids: Mapping[str, int], scores: Sequence[float], unknown: int | None) -> None:
         self._token_ids, self._scores, self._unknown_id = token_ids, scores, unknown
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """Return the token ids of a text."""
+        """Encode a text: return its token ids. ``add_special_tokens`` has no effect."""
         ids: list[int] = []
         for token in self._find_tokens(self._merge_characters(text)):
             if token is not None and not (token == self._unknown_id and ids[-1:] == [token]):

@@ -1,7 +1,7 @@
 """Finds the special tokens of a vocabulary and the tokens that end a generation: by id, by type and by text.
 
-The texts come from ``llama-vocab.cpp`` of llama.cpp. Files often name one end token and use another, so there are more
-end tokens than ``eos_token_id``. Some converters mark a control token as normal text, which is corrected here.
+The texts come from ``llama-vocab.cpp`` of llama.cpp. Files often name one end token and use another, so there are
+more end tokens than ``eos_token_id``. Some converters mark a control token as normal text, which is corrected here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ The token then has the given type. In gpt-oss and solar-open ``<|end|>`` ends on
 def classify_special_tokens(
     token_ids: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return the corrected type of each token, and the ids of the tokens that end a generation.
+    """Correct the type of each token, and find the ids of the tokens that end a generation.
 
     Args:
         token_ids: Token ids by text.
         tokens: Token texts by id.
         types: Token types of the file by id.
         ids: Ids that the file names for eos, eot, eom and the ``fim_`` tokens; None for an absent one.
+
+    Returns:
+        The corrected types by token id, and the ids of the end tokens.
     """
     corrected_types = list(types)
     ends = {ids[name] for name in _END_TOKEN_NAMES if ids.get(name) is not None}
@@ -81,7 +84,7 @@ def classify_special_tokens(
 
 
 def find_space_stripping_tokens(model_name: str, tokens: Sequence[str], types: Sequence[int]) -> frozenset[int]:
-    """Return the special tokens that remove white space after them: only phi-3 has some, known by the model name."""
+    """Find the special tokens that strip the white space after them; only phi-3 models, known by name, have some."""
     if not any(name in model_name.lower() for name in ("phi-3", "phi3")):
         return frozenset()
     keep = ("<unk>", "<s>", "<|endoftext|>")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the metadata of a GGUF file alone.
+"""The tokenizer: text to token ids and back, from the metadata of a GGUF file alone.
 
 Kinds of vocabulary, by ``tokenizer.ggml.model``:
 
@@ -6,8 +6,8 @@ Kinds of vocabulary, by ``tokenizer.ggml.model``:
 - ``llama``: SentencePiece BPE; ``gemma4``: BPE on raw text
 - ``rwkv``: longest match; ``plamo2``: lowest cost; ``bert``: WordPiece; ``t5``: unigrams
 
-`tokenizer_models` has the model of each kind. Special tokens in text, BOS, EOS and the defaults of missing keys follow
-``llama-vocab.cpp`` of llama.cpp.
+`tokenizer_models` has the model of each kind. Special tokens in text, BOS, EOS and the defaults of missing keys
+follow ``llama-vocab.cpp`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BYTE_OF_CHARACTER = {chr(b): bytes([b]) for b in _PRINTABLE_BYTES} | {
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tokenizer:
-    """A vocabulary and its rules; `tokenizer_from_metadata` builds one.
+    """A tokenizer: a vocabulary and its rules, built by `tokenizer_from_metadata`.
 
     The first `encode` of a long text builds the model and may take seconds. `decode` needs no model.
     """
@@ -90,22 +90,22 @@ class Tokenizer:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens; the logits of a model may have more rows, which are padding."""
+        """The number of tokens; the logits of a model may have more columns, which are padding."""
         return len(self.tokens)
 
     @property
     def bos_text(self) -> str:
-        """The text of BOS for chat templates; empty without BOS."""
+        """The text of the BOS (begin-of-sequence) token for chat templates; empty without BOS."""
         return "" if self.bos_id is None else self.tokens[self.bos_id]
 
     @property
     def eos_text(self) -> str:
-        """The text of EOS for chat templates; empty without EOS."""
+        """The text of the EOS (end-of-sequence) token for chat templates; empty without EOS."""
         return "" if self.eos_id is None else self.tokens[self.eos_id]
 
     @validate_arguments(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Return the token ids of a text; both flags are as in ``llama_tokenize``.
+        """Encode a text: return its token ids. Both flags are as in ``llama_tokenize``.
 
         Args:
             text: The text; it must be valid Unicode.
@@ -125,7 +125,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT)
     def encode_chat(self, rendered: str) -> list[int]:
-        """Return the token ids of a rendered chat, with special tokens parsed.
+        """Encode a rendered chat: return its token ids, with the text of special tokens as these tokens.
 
         BOS is added unless the template has written it. EOS is not added, because the answer follows.
 
@@ -139,7 +139,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, text=TEXT)
     def encode_inside(self, text: str) -> list[int]:
-        """Return the token ids of a text that continues another one: no space before it, no special tokens.
+        """Encode a text that continues another text: no space is added before it, and no special tokens.
 
         Raises:
             ModelError: As for `encode`.
@@ -149,7 +149,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_further(self, rendered: str, last: int) -> list[int]:
-        """Return the token ids of a part of a rendered chat that follows the token `last`.
+        """Encode the continuation of a rendered chat, which follows the token `last`.
 
         Raises:
             ModelError: As for `encode`.
@@ -162,12 +162,12 @@ class Tokenizer:
 
     @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of token ids that begin a text; bytes that are not UTF-8 become U+FFFD.
+        """Decode token ids to text; bytes that are not UTF-8 become U+FFFD.
 
         The first space is removed if `encode` adds one. Other spaces stay (llama.cpp drops some before punctuation).
 
         Args:
-            ids: The token ids.
+            ids: The token ids, from the beginning of a text.
             special: Whether to include the text of control tokens.
 
         Raises:
@@ -179,7 +179,7 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int, *, special: bool = True) -> bytes:
-        """Return the bytes of one token, possibly an incomplete character.
+        """Return the bytes of the text of one token, possibly an incomplete character.
 
         A control token has the bytes of its text if `special` is true, and none otherwise.
 
@@ -203,7 +203,7 @@ class Tokenizer:
         return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
-        """Yield the token ids of a text; no space is added before it if `begins` is false."""
+        """Encode the text between special tokens, and yield all token ids; without `begins` no space is added first."""
         for piece in self._split_at_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
@@ -213,7 +213,10 @@ class Tokenizer:
             begins = isinstance(piece, int)
 
     def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
-        """Split a text at special tokens, the longest token first (not the leftmost one), as llama.cpp does."""
+        """Split a text at special tokens into texts and token ids, as llama.cpp does.
+
+        The longest special token is searched first, not the leftmost one.
+        """
         pieces: list[str | int] = [text] if text else []
         for token in self._list_special_tokens(parse_special):
             if self.tokens[token] in text:
@@ -235,7 +238,7 @@ class Tokenizer:
                 yield part
 
     def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
-        """Return the special tokens to search for in a text, the longest first."""
+        """Return the ids of the special tokens that are searched in a text, the longest first."""
         if parse_special not in self._special_tokens:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
             special = [i for i, type_ in enumerate(self.types) if type_ in types]
@@ -258,7 +261,7 @@ class Tokenizer:
 
 
 class Utf8Stream:
-    """Incremental decoder: token ids in, complete characters out, to print a text during its generation.
+    """A streaming decoder: token ids in, complete characters out, to print a text while it is generated.
 
     Control tokens have no text unless `special` is true.
     """
@@ -269,7 +272,7 @@ class Utf8Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """Return the characters that this token completes, often none.
+        """Decode one more token, and return the characters that it completes, often none.
 
         Raises:
             ModelError: The id is not in the vocabulary.
@@ -335,7 +338,7 @@ def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, 
 
 
 def has_vocabulary(metadata: Mapping[str, object]) -> bool:
-    """Whether a GGUF file describes a tokenizer; a model without one works on token ids only."""
+    """Return whether the metadata of a GGUF file have a vocabulary; a model without one works on token ids only."""
     return read_scalar(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
 
 
@@ -362,14 +365,18 @@ def _require_short_runs(text: str) -> None:
             )
 
 
-def _call_tokenizers(what: str, run: Callable[[], Result]) -> Result:
-    """Call HF ``tokenizers`` and turn its errors into `ModelError`.
+def _call_tokenizers(problem: str, run: Callable[[], Result]) -> Result:
+    """Call a function of HF ``tokenizers``, and convert its errors to `ModelError`.
 
-    Its Rust code raises plain `Exception`, or a panic that derives from `BaseException`.
+    The Rust code raises plain `Exception`, or a panic that derives from `BaseException`.
+
+    Args:
+        problem: The beginning of the error message.
+        run: The function.
     """
     try:
         return run()
     except (ModelError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ModelError(f"{what}: {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(f"{problem}: {' '.join(str(error).split())[:200]}") from error

@@ -1,4 +1,4 @@
-"""Models that turn text into token ids, built from the part of a vocabulary that a text can use.
+"""Models of HF ``tokenizers`` that turn text into token ids, built from the part of a vocabulary that a text can use.
 
 The model of a whole vocabulary takes a tenth of a second or more to build. For a short text a smaller model has equal
 results: BPE never merges to a token that is no substring of the text. Example: for the text ``hat`` the model needs
@@ -47,7 +47,7 @@ NO_TOKEN = "\0\0nothing"
 
 
 class TokenizerModelCache:
-    """The tokenizer models of one vocabulary.
+    """Builds and keeps the tokenizer models of one vocabulary: small ones for short texts, and the full one.
 
     Args:
         metadata: The keys of the model file.
@@ -73,7 +73,7 @@ class TokenizerModelCache:
         self._lookup_count = 0
 
     def prepare_text(self, text: str, begins: bool = True) -> str:
-        """Return a text in the spelling of the tokens: lower case, space marks and line prefixes.
+        """Normalise a text to the spelling of the tokens: lower case, space marks and line prefixes.
 
         `begins` is false for the continuation of another text.
         """
@@ -90,7 +90,10 @@ class TokenizerModelCache:
         return text
 
     def choose_model(self, text: str, begins: bool = True) -> TokenizerModel:
-        """Return a model with the results of the whole vocabulary for this prepared text."""
+        """Choose a model that encodes this normalised text as the model of the whole vocabulary would.
+
+        For a short text the model has only the tokens that the text can use.
+        """
         if self._kind == "t5" and not begins:
             return self._continuation_model
         if self._has_dna_tags and OPEN_TAG in text:
@@ -123,11 +126,14 @@ class TokenizerModelCache:
 
     @cached_property
     def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallback:
-        """The unigram model for continuations, without a space before the text."""
+        """The unigram model for texts that continue another text, without a space before the text."""
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
     def _list_substrings(self, text: str) -> set[str]:
-        """Return the substrings of all words of a text; stop when there are more than `MAX_PARTIAL_LOOKUPS`."""
+        """Return the substrings of all words of a text, up to about `MAX_PARTIAL_LOOKUPS` of them.
+
+        The search stops as soon as there are more.
+        """
         pieces = (
             [text]
             if self._pre_tokenizer is None
@@ -145,7 +151,10 @@ class TokenizerModelCache:
 
     @cached_property
     def _uses_lower_case(self) -> bool:
-        """Whether texts become lower case: the default of the kind ``whitespace``, unless the rule has that name."""
+        """Whether texts become lower case, as by default for the kind ``whitespace``.
+
+        The default is false if the pre-tokenizer also has the name ``whitespace``.
+        """
         named = self._metadata.get(KEY_PREFIX + "pre") == "whitespace"
         return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
 
@@ -186,7 +195,7 @@ class TokenizerModelCache:
         return tokenizer
 
     def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return the merges (left, right) with a result in `vocabulary`, in order of priority."""
+        """Select the BPE merges (left, right) with a result in `vocabulary`, in order of priority."""
         if self._kind == "llama":
             return derive_merges(vocabulary, self._scores)
         is_result = np.zeros(len(self._tokens), bool)
@@ -205,9 +214,9 @@ class TokenizerModelCache:
         return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
     def _find_cache_file(self) -> Path | None:
-        """Return the cache file of the merges, or None if the file has no arrays of tokens and merges.
+        """Return the path of the disk cache of the merges, or None if the file has no arrays of tokens and merges.
 
-        Its key has both arrays and the source code of `read_merges`.
+        The cache key has both arrays and the source code of `read_merges`.
         """
         tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
         if not isinstance(tokens, MetadataArray) or not isinstance(merges, MetadataArray):

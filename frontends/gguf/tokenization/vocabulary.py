@@ -1,6 +1,7 @@
 """Reads the ``tokenizer.ggml.*`` keys and checks every value before HF ``tokenizers`` gets it.
 
-The metadata may come from a damaged or hostile file. Every fault raises `ModelError`.
+The metadata may come from a damaged or hostile file. Every fault raises `ModelError`. Functions take the name of a
+key without this prefix.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Scalar = TypeVar("Scalar", str, bool)
 
 
 def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], default: Scalar) -> Scalar:
-    """Return the value of one key, or `default` if it is missing; raise `ModelError` for another type."""
+    """Read the scalar value of one key, or return `default` if it is missing; raise `ModelError` for another type."""
     value = metadata.get(KEY_PREFIX + name)
     if value is None:
         return default
@@ -38,7 +39,7 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
 
 
 def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
-    """Return the token id of one key, or None if it is missing or marked as absent.
+    """Read the token id of one key, such as ``eos_token_id``; return None if it is missing or marked as absent.
 
     Raises:
         ModelError: The vocabulary has no such token.
@@ -52,7 +53,7 @@ def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | N
 
 
 def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the token texts by id, and the token ids by text.
+    """Read the vocabulary: the token texts by id, and the token ids by text.
 
     Raises:
         ModelError: There are no tokens, two are equal, or one is not valid Unicode.
@@ -73,7 +74,7 @@ def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[s
 
 
 def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
-    """Return the numbers of an array with one number per token, or None if it is missing.
+    """Read an array with one number per token; return None if it is missing.
 
     Raises:
         ModelError: The array has another length than `length`, or elements that are not finite numbers.
@@ -93,7 +94,10 @@ def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tupl
 
 
 def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
-    """Return the rule that splits text before merging; only `PRE_KINDS` depend on ``tokenizer.ggml.pre``."""
+    """Read the pre-tokenizer rule of a vocabulary, which splits text into words before BPE merges.
+
+    Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
+    """
     if kind in PRE_KINDS:
         return select_pre_tokenizer(read_scalar(metadata, "pre", str, "default") or "default")
     return {
@@ -118,23 +122,26 @@ WORDPIECE_RULE = PreTokenizer((), forces_bos=True, uses_byte_letters=False, uses
 
 
 def parse_byte_token(token: int, text: str) -> bytes:
-    """Return the byte of a token of type byte; raise `ModelError` unless its text has the form ``<0x41>``."""
+    """Parse the text of a byte token, such as ``<0x41>``; raise `ModelError` for another text."""
     match = _BYTE_TOKEN_PATTERN.fullmatch(text)
     if match is None:
         raise ModelError(f"{KEY_PREFIX}tokens: {token} is of type byte but reads {text[:40]!a}; need <0x00> to <0xFF>")
     return bytes.fromhex(match[1])
 
 
-def require_unicode(who: str, text: str) -> None:
-    """Raise `ModelError` unless `text` can be encoded as UTF-8; HF ``tokenizers`` panics on a lone surrogate."""
+def require_unicode(subject: str, text: str) -> None:
+    """Raise `ModelError` unless `text` can be encoded as UTF-8; HF ``tokenizers`` panics on a lone surrogate.
+
+    `subject` names the text in the error.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ModelError(f"{who} is not valid Unicode at character {error.start}; need UTF-8 text") from None
+        raise ModelError(f"{subject} is not valid Unicode at character {error.start}; need UTF-8 text") from None
 
 
 def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
-    """Return the merges of a file in order of priority, int32[merges, 3]: ids of left part, right part and result.
+    """Read the BPE merges of a file in order of priority, int32[merges, 3]: ids of left part, right part and result.
 
     Raises:
         ModelError: A merge is not a pair of tokens with a third token as their concatenation.
@@ -152,7 +159,10 @@ def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) ->
 
 
 def derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that form a token, the highest score first; SentencePiece stores no merges."""
+    """Derive the BPE merges from token scores: all pairs of tokens that form a token, the highest score first.
+
+    SentencePiece vocabularies store no merges.
+    """
     merges = []
     # For one result the longer left part comes first: merging goes from left to right.
     for text, _ in sorted(vocabulary.items(), key=lambda token: (-scores[token[1]], token[1])):
@@ -166,7 +176,10 @@ def derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> lis
 
 
 def read_scores(metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama") -> tuple[float, ...]:
-    """Return one score per token; raise `ModelError` if they are missing or a token is too long for `derive_merges`."""
+    """Read one score per token; raise `ModelError` if scores are missing or a token is too long.
+
+    The limit is for `derive_merges_from_scores`. `kind` stands in the error message.
+    """
     scores = read_numbers(metadata, "scores", len(token_ids))
     if scores is None:
         raise ModelError(f"{KEY_PREFIX}scores is missing; a vocabulary of kind {kind!r} needs one score a token")
@@ -176,7 +189,7 @@ def read_scores(metadata: Mapping[str, object], token_ids: Mapping[str, int], ki
 
 
 def read_bytes(metadata: Mapping[str, object], name: str) -> bytes:
-    """Return the bytes of an array of signed or unsigned 8-bit integers; raise `ModelError` for other elements."""
+    """Read an array of 8-bit integers, signed or unsigned, as bytes; raise `ModelError` for other elements."""
     values = cast("tuple[int, ...]", _read_array(metadata, name))  # other elements are refused below
     if not all(type(value) is int and -128 <= value < 256 for value in values):
         raise ModelError(f"{KEY_PREFIX}{name} holds something else than bytes; need an array of them")

@@ -27,10 +27,10 @@ MATCHABLE_TYPES = (NORMAL, USER, UNUSED)
 def build_wordpiece_model(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown_id: int | None
 ) -> tokenizers.Tokenizer:
-    """Build a WordPiece model: a word becomes the longest token at its start, then the longest token of the rest.
+    """Build a WordPiece model: the longest token at the start of a word, then the longest token of the rest.
 
-    Files mark tokens at the start of a word with ``▁``; the model marks the other tokens with ``##``. By default words
-    are in lower case and without accents.
+    Files mark tokens at the start of a word with ``▁``; the model marks the other tokens with ``##``. By default
+    words are in lower case and without accents.
 
     Raises:
         ModelError: The unknown token is missing.
@@ -53,7 +53,7 @@ def build_wordpiece_model(
 def build_unigram_model(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown_id: int | None, *, begins: bool = True
 ) -> tokenizers.Tokenizer | UnigramByteFallback:
-    """Build a unigram model, which finds the tokens with the greatest sum of scores.
+    """Build a unigram model, which splits a text into the tokens with the greatest sum of scores.
 
     The character map of the file normalises the text first. A character without a token becomes the tokens of its
     bytes, if the vocabulary has all 256.
@@ -91,7 +91,7 @@ def build_unigram_model(
 
 
 class UnigramByteFallback:
-    """A unigram model in which the bytes of an unknown character become tokens.
+    """A unigram tokenizer with byte fallback: the bytes of an unknown character become tokens.
 
     The byte fallback of HF ``tokenizers`` would also match the texts of the byte tokens, unlike SentencePiece.
 

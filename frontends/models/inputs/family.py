@@ -1,8 +1,8 @@
 """The traits of a model family: the properties of a decoder that neither metadata nor tensors of a file show.
 
 All else comes from the file. Metadata give sizes, counts and scales (0 means unset, as in files of llama.cpp). The
-tensors that are present show biases, norms of q and k, sinks, gates, experts, learned positions, and whether q, k and v
-have one matrix or several.
+tensors that are present show biases, norms of q and k, sinks, gates, experts, learned positions, and whether q, k and
+v have one matrix or several.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ....graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPattern:
-    """The layers with an attention window: all layers except each ``period``-th (0: all layers have one).
+    """The layers with an attention window: all layers except each ``period``-th (0: all layers have a window).
 
     ``is_global_first`` makes the first layer of a period the one without a window, not the last. ``size`` replaces
-    ``attention.sliding_window`` where llama.cpp does so, and ``default`` stands for a missing key. Layers with a window
-    rotate with the base ``rope.freq_base_swa``, by default ``base`` (`None`: the base of the other layers).
+    ``attention.sliding_window`` where llama.cpp does so, and ``default`` stands for a missing key. Layers with a
+    window rotate with the base ``rope.freq_base_swa``, by default ``base`` (`None`: the base of the other layers).
     ``uses_rope_scaling`` gives them the scaling of the other layers. With ``is_chunked`` a token attends only to its
     own chunk of window size.
     """
@@ -36,11 +36,11 @@ class WindowPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyTraits:
-    """Traits of an architecture; the defaults are the traits of LLaMA, with the RoPE mode ``neox``.
+    """The traits of a model architecture; the defaults are the traits of LLaMA, with the RoPE mode ``neox``.
 
-    ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The names of norms
-    are tensor names: before and after mixer and FFN, after the embedding, before the output. An empty name means no
-    norm; a ``?`` at the end means that blocks may lack it.
+    ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The names of
+    norms are tensor names: before and after mixer and FFN, after the embedding, before the output. An empty name
+    means no norm; a ``?`` at the end means that blocks may lack it.
 
     ``parallel`` blocks add mixer and FFN to the same input: ``yes``, ``key`` (as ``use_parallel_residual`` says) or
     ``absent`` (if the block has no FFN norm).
@@ -214,20 +214,20 @@ class FamilyTraits:
     """Whether ``.scale`` tensors of FFNs and experts are read."""
 
     def with_post_norms(self) -> FamilyTraits:
-        """Return the traits with the norms after mixer and FFN instead of before them."""
+        """Return these traits with post-norms: the norms come after mixer and FFN instead of before them."""
         return replace(self, attn_norm="", attn_post=self.attn_norm, ffn_norm="", ffn_post=self.ffn_norm)
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends to earlier tokens only."""
+        """Whether attention is causal: a token attends to earlier tokens and itself only."""
         return self.run_mode == "steps"
 
     @property
     def uses_attention(self) -> bool:
-        """Whether layers have attention, so that the key ``attention.causal`` matters."""
+        """Whether some layers use attention, so that the key ``attention.causal`` matters."""
         return self.recurrent_where != "all"
 
     @property
     def needs_block_input(self) -> bool:
-        """Whether a part of the FFN reads the input of the block."""
+        """Whether a part of the FFN needs the input of the block, that is the residual before the mixers."""
         return self.parallel_dense_ffn == "residual" or self.special_routing == "early router"

@@ -1,6 +1,7 @@
-"""The builder of one step graph: inputs, masks, cache writes and state updates that all mixers share.
+"""The builder of one step graph: inputs, masks, KV-cache writes and state updates that all mixers share.
 
-Shapes use B for sequences, T for new tokens per sequence, and E for the width of the model.
+A step is one run of the model over T new tokens of each of B sequences. A cell is the place of one token in a KV
+cache. Shapes use B for sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from .step import RingCache, Step, count_cache_rows
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The cells that a token attends to: earlier ones and its own, or only the last ``window`` cells if that is not 0.
+    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
 
-    ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
-    ``has_distance_bias`` adds distances to the mask, for ALiBi. Without ``is_causal`` a token attends to later tokens,
-    too: to all of them, or with ``is_centred`` to half of ``window`` on either side.
+    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
+
+    - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
+    - ``has_distance_bias`` adds distances to the mask, for ALiBi.
+    - Without ``is_causal`` a token also attends to later tokens: to all of them, or with ``is_centred`` to half of
+      ``window`` on either side.
     """
 
     window: int = 0
@@ -33,12 +37,12 @@ class AttentionWindow:
 
     @property
     def ring_window(self) -> int:
-        """Number of tokens after which a cell is never read again; 0 if there is no such number."""
+        """Number of tokens after which a cell is never read again, so that a ring cache may overwrite it; or 0."""
         return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 
 
 TemperatureScaling = tuple[int, float, float] | None
-"""Floor, factor and offset of the temperature of queries, see `StepGraphBuilder.scale_by_temperature`; `None` for 1."""
+"""Floor, factor and offset for `StepGraphBuilder.scale_queries_by_temperature`; `None` for a temperature of 1."""
 FULL_WINDOW = AttentionWindow()
 MASKED_SCORE = -1e38
 """The score of masked cells, so that their softmax is 0."""
@@ -54,11 +58,11 @@ They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows 
 
 
 class StepGraphBuilder:
-    """Inputs, shared values and state updates of the graph of one `Step`.
+    """Builds the graph of one `Step`: it has the inputs, the values that layers share, and the state updates.
 
     Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
-    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block, for
-    control vectors.
+    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block,
+    for control vectors.
     """
 
     def __init__(
@@ -79,10 +83,10 @@ class StepGraphBuilder:
         self._updates: dict[Value, Value] = {}
 
     def attention_mask(self, attention_window: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
-        """Return the attention mask f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
+        """Return the attention mask of a window, f32[B, T, cells]; for bidirectional attention f32[B, T, T].
 
-        With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and includes the bias of each head and
-        distance.
+        Equal arguments give the same value. With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and
+        includes the bias of each head and distance.
         """
         key = attention_window, biases
         if key not in self._masks:
@@ -95,10 +99,9 @@ class StepGraphBuilder:
         return self._masks[key]
 
     def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
-        """Return the bidirectional mask f32[B, T, T].
+        """Build the mask f32[B, T, T] of bidirectional attention: a token attends to its whole text or to a window.
 
-        A token attends to its whole text, or to half a window on either side. A window or chunk that is not centred
-        hides earlier tokens only.
+        A centred window has half of its tokens on either side. Another window or a chunk hides earlier tokens only.
         """
         count, half = self.step.tokens, attention_window.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
@@ -114,7 +117,7 @@ class StepGraphBuilder:
         )
 
     def _compute_window_starts(self, attention_window: AttentionWindow) -> Value:
-        """Return the first visible position of each token minus 0.5, f32[B, T, 1]."""
+        """Compute the first position that each token may attend to, minus 0.5: f32[B, T, 1]."""
         if not attention_window.is_chunked:
             return ops.scale(self.positions, scale=1.0, bias=0.5 - attention_window.window)
         chunk = ops.floor(
@@ -123,23 +126,24 @@ class StepGraphBuilder:
         return ops.scale(chunk, scale=float(attention_window.window), bias=-0.5)
 
     def _mask_cells_before(self, first: Value, mask: Value) -> Value:
-        """Return ``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
+        """Set the mask f32[B, T, n] to minus infinity for the cells before ``first`` f32[B, T, 1]."""
         numbers = ops.arange(start=0.0, stop=float(mask.shape[-1]))
         ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), numbers), first)
         return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
 
     @cached_property
     def token_distances(self) -> Value:
-        """The distances of each token from all tokens of its text, negative for earlier ones: f32[B, T, T]."""
+        """The distance of each token to every token of its text, negative for earlier ones: f32[B, T, T]."""
         count = self.step.tokens
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
         return ops.sub(numbers, self.positions)
 
     def _add_distance_biases(self, mask: Value, table: Value) -> Value:
-        """Return ``mask`` plus the bias of each distance from ``table`` f32[buckets, heads], f32[B, heads, T, T].
+        """Add the relative position biases of T5 to the mask, and return f32[B, heads, T, T].
 
-        Half of the buckets are for later tokens. In each half, the first half of the buckets is for one distance each;
-        the others grow logarithmically up to 128. Raffel et al., T5, 2020.
+        ``table`` f32[buckets, heads] has a bias per bucket of distances. Half of the buckets are for later tokens. In
+        each half, the first half of the buckets is for one distance each; the others grow logarithmically up to 128.
+        Raffel et al., T5, 2020.
         """
         (buckets, heads), (sequences, count) = table.shape, self.pos.shape
         exact_buckets, log_buckets = buckets // 4, buckets // 2 - buckets // 4
@@ -158,7 +162,10 @@ class StepGraphBuilder:
         return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
     def _build_causal_mask(self, attention_window: AttentionWindow) -> Value:
-        """Return the causal mask f32[B, T, cells] with window, chunks or distances; a ring cache has fewer cells."""
+        """Build the mask f32[B, T, cells] of causal attention, with window, chunks or distance biases.
+
+        The mask for a ring cache has fewer cells.
+        """
         cells, window = self.step.cells, 0 if attention_window.is_chunked else attention_window.window
         if 0 < (ring := self.step.ring_cells(attention_window.ring_window)) < cells:
             return self._build_ring_mask(ring, window)
@@ -170,10 +177,10 @@ class StepGraphBuilder:
         return mask
 
     def _build_ring_mask(self, ring: int, window: int) -> Value:
-        """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score.
+        """Build the mask of a ring cache, f32[B, T, ring]: 0 for cells with one of the last ``window`` tokens.
 
-        Example: in a ring of 6 cells, a token at position 8 sees the positions 6 7 8 3 4 5 in the cells. With a window
-        of 3 tokens, the first three cells get 0.
+        Other cells get a very low score. Example: in a ring of 6 cells, a token at position 8 sees the positions 6 7
+        8 3 4 5 in the cells. With a window of 3 tokens, the first three cells get 0.
         """
         places = ops.repeat(self.positions, shape=(*self.pos.shape, ring))
         ahead = ops.sub(places, ops.arange(start=0.0, stop=float(ring)))
@@ -185,21 +192,21 @@ class StepGraphBuilder:
 
     @cached_property
     def cell_numbers(self) -> Value:
-        """The cell numbers, f32[cells]."""
+        """The numbers 0, 1, 2, ... of the KV-cache cells, f32[cells]."""
         return ops.arange(start=0.0, stop=float(self.step.cells))
 
     @cached_property
     def positions(self) -> Value:
-        """The positions of the tokens as f32[B, T, 1]."""
+        """The position of each new token in its sequence, f32[B, T, 1]."""
         return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
 
     @cached_property
     def negative_positions(self) -> Value:
-        """The negative positions i32[B, T], which undo a rotation."""
+        """The negated positions of the tokens, i32[B, T]; RoPE with them undoes a rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:
-        """Return ``(pos + offset) // ratio`` of each token, f32[B, T].
+        """Compute the quotient ``(pos + offset) // ratio`` of each token position, f32[B, T].
 
         Half a position is added, so that rounding errors do not change the quotient.
         """
@@ -207,18 +214,25 @@ class StepGraphBuilder:
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
     def position_in_block(self, ratio: int) -> Value:
-        """Return the index of each token in its block of ``ratio`` tokens, i32[B*T]."""
+        """Compute the position of each token in its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
         pos = ops.cast(self.pos, dtype=DType.F32)
         start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.row_count,))
 
     def complete_block_mask(self, ratio: int) -> Value:
-        """Return the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that end no later than each token."""
+        """Build the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that are complete at each token.
+
+        A block is complete for a token if the block ends at this token or earlier.
+        """
         last = ops.cast(ops.scale(self.compute_position_quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
     def scale_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
-        """Return ``q`` f32[B, T, heads, size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
+        """Scale queries f32[B, T, heads, size] by the attention temperature of their position.
+
+        The queries are multiplied by ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor,
+        factor, offset); `None` changes nothing.
+        """
         if temperature is None:
             return q
         floor, factor, offset = temperature
@@ -233,7 +247,7 @@ class StepGraphBuilder:
 
     @cached_property
     def token_valid(self) -> Value:
-        """1 for tokens and 0 for padding, f32[B, T, 1, 1]."""
+        """The mask of valid tokens, f32[B, T, 1, 1]: 1 for tokens and 0 for padding."""
         return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
@@ -241,23 +255,26 @@ class StepGraphBuilder:
         return self.integer_input("conv_rows", self.step.sequences, self.taps - 1)
 
     def integer_input(self, name: str, *shape: int) -> Value:
-        """Return the input ``name`` i32[shape], the same one for each caller."""
+        """Return the graph input ``name`` i32[shape]; all callers share one input per name."""
         return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
 
     def rows_to_sequences(self, x: Value, *shape: int) -> Value:
-        """Return rows [B*T, n] as [B, T, *shape]."""
+        """Reshape rows of tokens [B*T, n] to sequences [B, T, *shape]."""
         return ops.reshape(x, shape=(self.step.sequences, self.step.tokens, *shape))
 
     def sequences_to_rows(self, x: Value) -> Value:
-        """Return [B, T, ...] as rows [B*T, n]."""
+        """Reshape sequences [B, T, ...] to rows of tokens [B*T, n]."""
         return ops.reshape(x, shape=(self.step.row_count, x.spec.size // self.step.row_count))
 
     def select_needed_rows(self, x: Value) -> Value:
-        """Return the output rows of ``x`` f32[B*T, n], f32[outputs, n]; all rows for output kinds with MTP."""
+        """Select the output rows of ``x`` f32[B*T, n]: f32[outputs, n]. Steps with MTP blocks keep all rows.
+
+        The output rows are the tokens with requested logits.
+        """
         return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
 
     def select_output_rows(self, x: Value) -> Value:
-        """Return the output rows of ``x`` f32[B*T, n]: f32[outputs, n]."""
+        """Select the output rows of ``x`` f32[B*T, n], which are the tokens with requested logits: f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
     def write_and_read_cache(
@@ -272,7 +289,8 @@ class StepGraphBuilder:
     ) -> Value:
         """Write new rows into a cache, and return all its cells [B, cells, heads, size].
 
-        The state is [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare row.
+        The cache is a state [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare
+        row.
 
         Args:
             name: Name of the state.
@@ -307,9 +325,9 @@ class StepGraphBuilder:
     def write_and_read_kv(
         self, layer: int, k: Value, v: Value, attention_window: AttentionWindow
     ) -> tuple[Value, Value]:
-        """Write the keys and values of a layer to its caches, and return all cells of both.
+        """Write the new keys and values of a layer to its KV caches, and return all cells of both.
 
-        Bidirectional attention has no cache and returns ``k`` and ``v`` themselves.
+        Bidirectional attention has no cache, so it gets ``k`` and ``v`` themselves.
         """
         if not attention_window.is_causal:
             self.shared_values |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
@@ -320,9 +338,10 @@ class StepGraphBuilder:
         )
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
-        """Return ``new`` f32[B, T, c] after the last ``row_count`` rows of earlier runs: f32[B, row_count+T, c].
+        """Prepend the last ``row_count`` rows of earlier runs to ``new`` f32[B, T, c]: f32[B, row_count+T, c].
 
-        The state ``name`` f32[B, row_count, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
+        The state ``name`` f32[B, row_count, c] keeps these rows. It then receives the last rows before the padding,
+        which the input ``conv_rows`` numbers.
         """
         old = state(name, (self.step.sequences, row_count, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
@@ -334,18 +353,19 @@ class StepGraphBuilder:
         return both
 
     def sequence_state(self, name: str, *shape: int) -> Value:
-        """Return a state f32[B, *shape]; `set_state` gives it its new value."""
+        """Make a state with one entry per sequence, f32[B, *shape]; `set_state` gives it its new value."""
         return state(name, (self.step.sequences, *shape))
 
     @property
     def snapshot_count(self) -> int:
-        """Number of states that a recurrent op must return: one per token in a reversible step, else 1."""
+        """Number of state snapshots that a recurrent op must return: one per token in a reversible step, else 1."""
         return self.step.tokens if self.step.reversible else 1
 
     def set_state(self, old: Value, new: Value) -> None:
-        """Set a state to ``new`` f32[B, ...].
+        """Set the value of a state at the end of the run to ``new`` f32[B, ...].
 
-        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are saved.
+        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are
+        saved.
         """
         if self.snapshot_count > 1:
             self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
@@ -355,9 +375,9 @@ class StepGraphBuilder:
     def run_recurrence(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:
-        """Return the result of a recurrence, and set its state.
+        """Apply a recurrence to the operands, update its state, and return its result.
 
-        If snapshots are needed, this runs token by token, since the op returns none.
+        If snapshots are needed, the recurrence runs token by token, since the op returns none.
 
         Args:
             rule: Maps operands and state to the result and the new state.
@@ -377,5 +397,5 @@ class StepGraphBuilder:
         return reduce(partial(ops.concat, axis=1), answers)
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
-        """Return the graph with ``outputs`` and all states that were set."""
+        """Build the graph with ``outputs`` and with the updates of all states that were set."""
         return Graph(outputs, self._updates)

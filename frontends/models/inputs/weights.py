@@ -1,4 +1,7 @@
-"""The tensors of a model file as leaves of a graph."""
+"""The tensors of a model file as weight leaves of a graph.
+
+A leaf is a node without operands.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from ...gguf.hyperparameter_keys import CONVERT_REMEDY
 
 BLOCK_PREFIX = re.compile(r"blk\.(\d+)\.")
 ALWAYS_OPTIONAL_TENSORS = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")
-"""Tensors that are optional in every architecture.
+"""Patterns of tensors that are optional in every architecture.
 
 These are scales for quantised activations, classifiers, and frequency divisors where no layer has RoPE.
 """
 
 
 class ModelWeights:
-    """One leaf per tensor of ``gguf``, shared by all graphs that are built with this object.
+    """The tensors of a model file as graph leaves: one leaf per tensor, shared by all graphs.
 
     Args:
         gguf: The file.
@@ -70,13 +73,13 @@ class ModelWeights:
         return self(name, shape) if self.has_tensor(name) else None
 
     def leaf_in_shape(self, name: str, shape: tuple[int, ...]) -> Value:
-        """Return a tensor in a shape that may have other axes of length 1 than the file."""
+        """Return the leaf of a tensor, reshaped if its shape in the file differs only by axes of length 1."""
         stored = self.tensor_shape(name)
         same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
         return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
 
     def tensor_shape(self, name: str, axes: int = 1) -> tuple[int, ...]:
-        """Return the shape of a tensor.
+        """Return the shape of a tensor in the file, outermost axis first.
 
         Raises:
             ModelError: The tensor is missing or has fewer than ``axes`` axes.
@@ -87,7 +90,10 @@ class ModelWeights:
         return shape
 
     def _find_name_in_file(self, name: str) -> str:
-        """Return the name in the file. Repeated blocks have the names of their source; some names lack ``.weight``."""
+        """Find the name that a tensor has in the file; return the given name if there is none.
+
+        Repeated blocks have the tensors of their source block, and some names lack ``.weight``.
+        """
         if self._source and not name.endswith(".scale") and (match := BLOCK_PREFIX.match(name)):
             name = BLOCK_PREFIX.sub(f"blk.{self._source[int(match[1])]}.", name, count=1)
         if name in self.gguf.tensors:
@@ -96,9 +102,9 @@ class ModelWeights:
         return short if short in self.gguf.tensors else name
 
     def require_all_tensors_used(self, layers: int) -> None:
-        """Raise `ModelError` if the file has tensors that no graph uses and that are not known to be optional.
+        """Raise `ModelError` if the file has unused tensors that are not known to be optional.
 
-        Results without them would be wrong. Blocks from ``layers`` on are MTP blocks, which may stay unused.
+        Results without them would be wrong. Blocks from number ``layers`` on are MTP blocks, which may stay unused.
         """
         left = [
             name
@@ -115,12 +121,12 @@ class ModelWeights:
 
 
 def _matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name without its block prefix matches one of ``patterns``."""
+    """Return whether a tensor name, without its block prefix, matches any of the shell patterns."""
     short = BLOCK_PREFIX.sub("", name, count=1)
     return any(fnmatchcase(short, pattern) for pattern in patterns)
 
 
 def _parse_block_number(name: str) -> int:
-    """Return the block number in a tensor name, or -1."""
+    """Parse the block number in a tensor name such as ``blk.3.attn_q.weight``; return -1 if there is none."""
     match = BLOCK_PREFIX.match(name)
     return int(match[1]) if match else -1

@@ -1,6 +1,7 @@
-"""Attention over a KV cache, in all forms that differ only by numbers and tensors.
+"""Attention over a KV cache, in all variants that differ only by hyperparameters and by the tensors of the file.
 
-Vaswani et al., 2017. Groups of query heads share a key/value head (Ainslie et al., GQA, 2023).
+Vaswani et al., 2017. Groups of query heads share a key/value head (Ainslie et al., GQA, 2023). Shapes use B for
+sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Attention:
     """The attention of one layer: ``heads`` queries of ``key_size``, ``kv_heads`` keys, and values of ``value_size``.
 
     ``head_norm`` is the norm of q and k, ``rope`` the rotary embedding (`None`: none). ``cap`` is the soft cap of
-    scores; ``clamp`` limits q, k and v; 0 means neither. A layer with ``source`` reads the cache of that layer and has
-    none of its own.
+    scores; ``clamp`` limits q, k and v; 0 means neither. A layer with ``source`` reads the KV cache of that layer and
+    has none of its own.
     """
 
     family: FamilyTraits
@@ -80,9 +81,10 @@ class Attention:
     def project_qkv(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
     ) -> tuple[Value, Value | None, Value | None]:
-        """Return q, k and v f32[B, T, heads, size]; a layer that reads the cache of another layer has only q.
+        """Project ``x`` f32[B*T, E] to queries, keys and values, each f32[B, T, heads, size].
 
-        The file may have one matrix for all three, and v may equal k.
+        A layer that reads the cache of another layer has queries only. The file may have one matrix for all three,
+        and values may equal keys.
         """
         shapes = {
             "attn_q": (self.heads, 2 * self.key_size if self.family.gated_queries else self.key_size),
@@ -109,7 +111,7 @@ class Attention:
         return q, k, v
 
     def split_fused_qkv(self, weights: ModelWeights, name: str, x: Value, widths: list[int]) -> list[Value]:
-        """Return q, k and v of one matrix.
+        """Multiply ``x`` by the fused matrix of q, k and v, and split the result into the three.
 
         The matrix may have as many key heads as query heads; then only the first key and value heads count.
         """
@@ -122,11 +124,11 @@ class Attention:
     def norm_and_rotate(
         self, weights: ModelWeights, frame: StepGraphBuilder, norm: str, x: Value, *, name: str
     ) -> Value:
-        """Return queries or keys after norm and RoPE, in the order of the family.
+        """Apply the norm of queries or keys and RoPE to ``x``, in the order of the family.
 
         Args:
             weights: The weights of the model.
-            frame: The graph.
+            frame: The builder of the graph.
             norm: The name of the norm.
             x: Queries or keys, f32[B, T, heads, size].
             name: The name of the rotated value.
@@ -154,7 +156,7 @@ class Attention:
         return x
 
     def norm_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
-        """Return heads after the norm: one norm per head, or one norm over all heads if the weight is that long."""
+        """Normalise the heads of ``x``, each alone or all together, as the length of the norm weight tells."""
         heads, size = x.shape[-2:]
         if weights.tensor_shape(f"{name}.weight") != (heads * size,) or heads == 1:
             return self.head_norm(weights, name, x)
@@ -162,7 +164,7 @@ class Attention:
         return ops.reshape(self.head_norm(weights, name, row), shape=x.shape)
 
     def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
-        """Return the weighted values f32[B, T, heads, value size]."""
+        """Return the attention of queries to all cells of keys and values: f32[B, T, heads, value size]."""
         biases = self.distance_biases(weights, block)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         return ops.attention(
@@ -175,7 +177,10 @@ class Attention:
         )
 
     def distance_biases(self, weights: ModelWeights, block: str) -> Value | None:
-        """Return the bias of each head and distance bucket, f32[buckets, heads]; a file may have it in block 0 only."""
+        """Find the relative position biases of the heads, f32[buckets, heads]; return `None` if the file has none.
+
+        A bucket is a range of distances between two tokens. A file may have the tensor in block 0 only.
+        """
         own, first = (f"{name}.attn_rel_b.weight" for name in (block, "blk.0"))
         name = own if weights.has_tensor(own) else first
         if not weights.has_tensor(name):
@@ -188,7 +193,10 @@ class Attention:
         return weights(name, (buckets, self.heads))
 
     def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
-        """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
+        """Apply the output projection to the head results ``y``, after a gate from ``x`` if the file has one.
+
+        The result is f32[B*T, E].
+        """
         y = gate_heads(weights, frame, block, x, y, self.family.gate)
         y = frame.sequences_to_rows(y)
         if weights.has_tensor(f"{block}.attn_sub_norm.weight"):
@@ -199,7 +207,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionAsMatrix:
-    """A layer with one matrix instead of attention: f32[n, E] to f32[n, E]."""
+    """A layer that has one matrix instead of attention: f32[n, E] to f32[n, E]."""
 
     taps: int = 0
     required_inputs: frozenset[str] = frozenset()

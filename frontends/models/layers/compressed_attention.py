@@ -1,10 +1,11 @@
-"""Attention to the last tokens one by one, and to earlier tokens in blocks that a cache holds as one key each.
+"""Compressed attention: single tokens of a window, and one key per block of tokens before it.
 
-DeepSeek-AI, DeepSeek-V4, 2026; graph: llama.cpp ``deepseek4.cpp``.
+DeepSeek-AI, DeepSeek-V4, 2026; graph: llama.cpp ``deepseek4.cpp``. Shapes use B for sequences, T for new tokens per
+sequence, and E for the model width.
 
-Example: blocks have 4 tokens, and a sequence has the tokens 0 to 9. Blocks 0 (tokens 0 to 3) and 1 (tokens 4 to 7) are
-complete. Token 9 attends to the tokens of its window and to the keys of blocks 0 and 1. The key of block 1 is computed
-from the tokens 0 to 7.
+Example: blocks have 4 tokens, and a sequence has the tokens 0 to 9. Blocks 0 (tokens 0 to 3) and 1 (tokens 4 to 7)
+are complete. Token 9 attends to the tokens of its window and to the keys of blocks 0 and 1. The key of block 1 is
+computed from the tokens 0 to 7.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .feed_forward import Norm, matmul
 from .rope import Rope
 
 BLOCK_RATIOS = (0, 4, 128)
-"""Tokens per block; 0 for layers without blocks.
+"""Accepted numbers of tokens per block; 0 for layers without blocks.
 
 The keys of blocks of 4 tokens include the tokens of the previous block.
 """
@@ -36,7 +37,7 @@ The keys of blocks of 4 tokens include the tokens of the previous block.
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """The blocks of ``ratio`` (R) tokens that a run completes, and their inputs.
+    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs that describe them.
 
     A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
 
@@ -49,12 +50,12 @@ class TokenBlocks:
 
     @property
     def tokens_per_key(self) -> int:
-        """Tokens that the key of a block is computed from."""
+        """Number of tokens from which the key of a block is computed."""
         return 2 * self.ratio if self.ratio == BLOCK_RATIOS[1] else self.ratio
 
     @property
     def history_token_count(self) -> int:
-        """Earlier tokens that a block may still need."""
+        """Number of earlier tokens that a block may still need."""
         return self.tokens_per_key - 1
 
     @property
@@ -65,7 +66,7 @@ class TokenBlocks:
         return -(-step.tokens // self.ratio)
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """Return the inputs for a batch that fits the step."""
+        """Build the input arrays for the blocks that a batch completes, by input name."""
         count, cells = self.max_block_count(step), -(-step.context // self.ratio)
         rows = np.zeros((step.sequences, count, self.tokens_per_key), np.int32)
         pos = np.zeros((step.sequences, count), np.int32)
@@ -83,12 +84,13 @@ class TokenBlocks:
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """Heads of ``size`` columns over one key head that is the value, too; the last columns are rotated.
+    """Attention to recent tokens and to one compressed key per block of earlier tokens.
 
+    All heads of ``size`` columns share one key head, which is also the value; its last columns are rotated.
     ``groups`` of heads are projected to fewer columns each before the common output projection.
 
-    States: ``cache_k.N``. With ``blocks`` also ``cache_c.N`` with a cell per block of a context. The tokens that
-    are in no complete block are in ``block_kv.N`` and ``block_score.N`` f32[B, history, columns].
+    States: ``cache_k.N``. With ``blocks`` also ``cache_c.N`` with a cell per block of a context. The tokens that are
+    in no complete block are in ``block_kv.N`` and ``block_score.N`` f32[B, history, columns].
     """
 
     norm: Norm
@@ -103,7 +105,9 @@ class CompressedAttention:
     def from_keys(
         cls, keys: ArchitectureKeys, norm: Norm, heads: int, rope: Rope, window: int, layer: int
     ) -> CompressedAttention:
-        """Return the attention of a layer. Only layers with blocks use the scaled ``rope`` of the metadata.
+        """Read the compressed attention of a layer from the metadata.
+
+        Only layers with blocks use the scaled ``rope`` of the metadata.
 
         Args:
             keys: The metadata.
@@ -166,9 +170,10 @@ class CompressedAttention:
     def compute_block_keys(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, blocks: TokenBlocks
     ) -> Value:
-        """Return all block keys of the cache f32[B, blocks, 1, size], with the blocks that this run completes.
+        """Compute the keys of the blocks that this run completes, and return all block keys of the cache.
 
-        A block key is a weighted mean of its tokens, with softmax weights per column.
+        A block key is a weighted mean over its tokens, with softmax weights per column. The result is f32[B, blocks,
+        1, size].
         """
         block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
         columns = size * (blocks.tokens_per_key // ratio)
@@ -205,7 +210,10 @@ class CompressedAttention:
         return frame.write_and_read_cache(f"cache_c.{layer}", mean, slot, ratio=ratio)
 
     def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, y: Value, width: int) -> Value:
-        """Return the output projection of the heads by groups and then together: f32[B*T, width]."""
+        """Apply the output projection to the head results ``y``: first by groups of heads, then together.
+
+        The result is f32[B*T, width].
+        """
         rows, groups, each = frame.step.row_count, self.groups, self.heads * self.size // self.groups
         name = f"{block}.attn_output_a"
         shape = weights.tensor_shape(f"{name}.weight")
@@ -219,12 +227,12 @@ class CompressedAttention:
 
 
 def build_first_block_mask(pos: Value) -> Value:
-    """Return 0 for blocks with a previous block, and -inf for the first block of a sequence: f32[B, N, 1, 1]."""
+    """Build the mask of the first block, which has no previous block: -inf for it and 0 for others, f32[B, N, 1, 1]."""
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
 
 
 def slice_tokens_and_columns(x: Value, start: int, stop: int, left: int, right: int) -> Value:
-    """Return a range of tokens and columns of ``x`` f32[B, N, tokens, columns]."""
+    """Return the tokens [start, stop) and the columns [left, right) of ``x`` f32[B, N, tokens, columns]."""
     tokens = ops.slice_(x, axis=2, start=start, stop=stop)
     return ops.slice_(tokens, axis=3, start=left, stop=right)

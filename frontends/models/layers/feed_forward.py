@@ -1,4 +1,7 @@
-"""Parts that all families share: norms, linear layers, gates, activations and the feed-forward network (FFN)."""
+"""Building blocks of all model families: norms, linear layers, gates, activations and the feed-forward network (FFN).
+
+Each function adds ops to a graph and returns the result. Shapes use n for rows (tokens), and E for the model width.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ GATE_CUTOFF = 1.6448533535003662
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm over the last axis: RMS norm, or layer norm with ``is_centred``."""
+    """A norm over the last axis: RMS norm, or layer norm if ``is_centred``."""
 
     eps: float
     is_centred: bool = False
     has_no_weights: bool = False
 
     def __call__(self, weights: ModelWeights, name: str, x: Value) -> Value:
-        """Return ``x`` after the norm, times the weight ``name`` plus its bias if there is one; shape as ``x``.
+        """Return ``x`` after the norm, times the weight ``name`` and plus its bias if there is one; the shape is kept.
 
         The weight has the shape of the last axis or of several last axes.
         """
@@ -37,12 +40,14 @@ class Norm:
         return y if bias is None else ops.add(y, bias)
 
     def apply_without_weights(self, x: Value, name: str = "") -> Value:
-        """Return ``x`` after the norm, without weights."""
+        """Return ``x`` after the norm, without multiplying by a weight or adding a bias."""
         return ops.norm(x, eps=self.eps, name=name) if self.is_centred else ops.rms_norm(x, eps=self.eps, name=name)
 
 
 def linear(weights: ModelWeights, name: str, x: Value, features: int, *, bias_first: bool = False) -> Value:
-    """Return ``x`` f32[n, k] times a matrix, with scale and bias if the file has them: f32[n, features].
+    """Apply a linear layer: return ``x`` f32[n, k] times a weight matrix, f32[n, features].
+
+    The file may have a scale and a bias for the layer, which are then applied too.
 
     Args:
         weights: The weights of the model.
@@ -61,7 +66,7 @@ def linear(weights: ModelWeights, name: str, x: Value, features: int, *, bias_fi
 
 
 def matmul(weights: ModelWeights, name: str, x: Value, features: int) -> Value:
-    """Return ``x`` f32[n, k] times the matrix ``name`` without scale or bias: f32[n, features].
+    """Return ``x`` f32[n, k] times the weight matrix ``name``, without scale or bias: f32[n, features].
 
     A matrix of one row may be a vector in the file.
     """
@@ -73,42 +78,48 @@ def matmul(weights: ModelWeights, name: str, x: Value, features: int) -> Value:
 
 
 def gate_heads(
-    weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value, gate: str = "sigmoid"
+    weights: ModelWeights,
+    frame: StepGraphBuilder,
+    block: str,
+    layer_input: Value,
+    attention_output: Value,
+    gate: str = "sigmoid",
 ) -> Value:
-    """Return the attention result ``y`` f32[B, T, heads, size] times a gate from ``x``, if the file has such a gate.
+    """Multiply the attention output by a gate that is computed from the layer input, if the file has such a gate.
 
     Args:
         weights: The weights of the model.
-        frame: The graph.
+        frame: The builder of the graph.
         block: The prefix of weight names.
-        x: The input of the layer, f32[B*T, E].
-        y: The attention result.
+        layer_input: The input of the layer, f32[B*T, E].
+        attention_output: The results of the heads, f32[B, T, heads, size]; returned unchanged without a gate.
         gate: The function of the gate, a key of `OUTPUT_GATES`.
     """
-    name, heads = f"{block}.attn_gate", y.shape[2]
+    name, heads = f"{block}.attn_gate", attention_output.shape[2]
     if not weights.has_tensor(f"{name}.weight"):
-        return y
+        return attention_output
     shape = weights.tensor_shape(f"{name}.weight")
     each = shape[0] // heads if len(shape) > 1 else 1
-    opening = OUTPUT_GATES[gate](matmul(weights, name, x, heads * each))
-    return ops.mul(y, frame.rows_to_sequences(opening, heads, each), name=f"{block}.attn_gated")
+    opening = OUTPUT_GATES[gate](matmul(weights, name, layer_input, heads * each))
+    return ops.mul(attention_output, frame.rows_to_sequences(opening, heads, each), name=f"{block}.attn_gated")
 
 
 def split_columns(x: Value, *widths: int) -> list[Value]:
-    """Split the last axis of ``x`` into columns of the given widths."""
+    """Split the last axis of ``x`` into slices of the given widths, from left to right."""
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     return [ops.slice_(x, axis=-1, start=end - n, stop=end) for end, n in zip(ends, widths, strict=True)]
 
 
 def round_to_half(x: Value) -> Value:
-    """Return ``x`` rounded to half precision, as f32."""
+    """Return the float32 array ``x`` with its numbers rounded to half precision (f16)."""
     return ops.cast(ops.cast(x, dtype=DType.F16), dtype=DType.F32)
 
 
 def gelu_in_half(x: Value, name: str = "") -> Value:
-    """Return GELU in half precision, as the table of llama.cpp over all f16 computes it.
+    """Return the GELU of ``x`` with operand and result rounded to half precision.
 
-    The rounding shows in the logits of families that have no gate in the FFN.
+    llama.cpp reads GELU from a table over all f16 numbers. The rounding shows in the logits of families without a
+    gate in the FFN.
     """
     return round_to_half(ops.gelu(round_to_half(x), name=name))
 
@@ -122,14 +133,15 @@ def squared_relu(x: Value, name: str = "") -> Value:
 
 
 def soft_cap(x: Value, cap: float) -> Value:
-    """Return ``cap * tanh(x / cap)``."""
+    """Return ``cap * tanh(x / cap)``, which limits ``x`` smoothly to the range from ``-cap`` to ``cap``."""
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap)
 
 
 def sparsify_gates(x: Value, deviations: float) -> Value:
-    """Subtract from each row of ``x`` f32[n, k] its mean and ``deviations`` standard deviations, then apply ReLU.
+    """Set the smaller gate values of each row of ``x`` f32[n, k] to 0, and reduce the others by the threshold.
 
-    Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    The threshold is the mean of the row plus ``deviations`` standard deviations: the result is ``relu(x -
+    threshold)``. Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
     """
     columns = x.shape[-1]
     centred = ops.sub(x, ops.scale(ops.sum_rows(x), scale=1.0 / columns))
@@ -171,7 +183,7 @@ OUTPUT_GATES: Mapping[str, Callable[..., Value]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation of an FFN: ``silu`` or another key of the tables.
+    """The activation function of an FFN: ``silu`` or another key of the tables above.
 
     - ``limit``, if not 0, clamps both factors of SiLU; with ``first`` it clamps the gate before its activation.
     - ``gate_cutoff``, if not 0, applies `sparsify_gates` before the activation.
@@ -207,7 +219,7 @@ class Activation:
         return ops.mul(bounded, ops.clamp(up, min=-self.limit, max=self.limit), name=name)
 
     def apply_to_fused(self, both: Value, name: str) -> Value:
-        """Return the gated activation of gate and up side by side, f32[..., 2n] to f32[..., n]."""
+        """Apply the gated activation to a tensor that holds gate and up side by side: f32[..., 2n] to f32[..., n]."""
         if not self.limit and not self.gate_cutoff and (kind := getattr(GATED_ACTIVATIONS.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
         gate, up = split_columns(both, both.shape[-1] // 2, both.shape[-1] // 2)
@@ -217,10 +229,10 @@ class Activation:
 def apply_feed_forward(
     weights: ModelWeights, block: str, x: Value, unit: Activation, norm: Norm, suffix: str = ""
 ) -> Value:
-    """Return the result of a feed-forward network (FFN), f32[n, E] to f32[n, E].
+    """Apply a feed-forward network (FFN) to ``x``: f32[n, E] to f32[n, E].
 
-    The tensors decide its form: gate and up as two matrices, both in one matrix with twice the columns of down, or up
-    alone. Shazeer, GLU variants, 2020.
+    The tensors in the file decide its form: gate and up as two matrices, both in one matrix with twice the columns of
+    down, or up alone. Shazeer, GLU variants, 2020.
 
     Args:
         weights: The weights of the model.
@@ -250,5 +262,5 @@ def apply_feed_forward(
 
 
 def soft_cap_logits(x: Value, cap: float) -> Value:
-    """Return ``x`` soft-capped to the range from ``-cap`` to ``cap``."""
+    """Return the logits ``x`` limited smoothly to the range from ``-cap`` to ``cap``: ``cap * tanh(x / cap)``."""
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / cap)), scale=cap, name="logits_capped")

@@ -26,7 +26,10 @@ from .mamba import convolve_and_silu
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """The layer of Qwen3-Next and Qwen3.5; its output gate is SiLU or the sigmoid of another projection."""
+    """A gated delta net layer, as in Qwen3-Next and Qwen3.5: linear attention with the delta rule and a decay per head.
+
+    The result is multiplied by an output gate: SiLU or sigmoid of another projection.
+    """
 
     taps: int
     key_heads: int
@@ -38,7 +41,7 @@ class DeltaNet:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> DeltaNet:
-        """Return the layer.
+        """Read the sizes of the layer from the metadata.
 
         Raises:
             ModelError: Value heads are no multiple of key heads, or do not fill the inner size.
@@ -55,11 +58,11 @@ class DeltaNet:
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
-        """Channels of q, k and v, which pass one convolution side by side."""
+        """Columns of q, k and v, which pass one convolution side by side."""
         return self.key_heads * self.size, self.key_heads * self.size, self.value_heads * self.size
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
-        """Return the result f32[B*T, E] of ``x`` f32[B*T, E].
+        """Return the result f32[B*T, E] of the layer for ``x`` f32[B*T, E].
 
         In files with ``ssm_ba``, the value heads of a key head are neighbours.
         """
@@ -79,7 +82,7 @@ class DeltaNet:
         return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(o), x.shape[-1])
 
     def project_inputs(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
-        """Return q, k and v side by side, the output gate, and the operands of decay and learning rate.
+        """Project ``x`` to q, k and v side by side, the output gate, and the operands of decay and learning rate.
 
         Shapes: f32[B*T, channels], f32[B*T, heads * size], and twice f32[B*T, heads].
         """
@@ -88,9 +91,10 @@ class DeltaNet:
         return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
 
     def project_by_key_head(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
-        """Return the same as `project_inputs`, from matrices with the rows of a key head together.
+        """Return the results of `project_qkv_gate_and_rates` for files with the rows of each key head together.
 
-        One matrix has the operands of both rates; early files also have one matrix for q, k, v and z.
+        One matrix gives the operands of decay and learning rate. Early files also have one matrix for q, k, v and the
+        gate.
         """
         rows, repeat, size = x.shape[0], self.value_heads // self.key_heads, self.size
 
@@ -112,7 +116,7 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttention:
-    """Kimi delta attention.
+    """A Kimi delta attention layer: linear attention with the delta rule and a decay per key channel.
 
     ``floor`` is the lowest log decay of a bounded gate, 0 for a gate without a bound. ``sign`` is the sign of the
     operand of its sigmoid.
@@ -150,7 +154,7 @@ class KimiDeltaAttention:
         return matmul(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
     def compute_log_decay(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value) -> Value:
-        """Return the log decays f32[B, T, heads, size], 0 for padding."""
+        """Compute the log decay of each key channel from ``x`` f32[B*T, E]: f32[B, T, heads, size], 0 for padding."""
         g = ops.add(
             self.project_low_rank(weights, block, "ssm_f", x),
             weights(f"{block}.ssm_dt.bias", (self.heads * self.size,)),
@@ -164,7 +168,10 @@ class KimiDeltaAttention:
         return ops.mul(g, frame.token_valid, name=f"{block}.decay")
 
     def project_low_rank(self, weights: ModelWeights, block: str, name: str, x: Value) -> Value:
-        """Return ``x`` f32[B*T, E] times a matrix, which may be a product of two: f32[B*T, heads * size]."""
+        """Multiply ``x`` f32[B*T, E] by one full matrix, or by two low-rank ones if the file has these.
+
+        The result is f32[B*T, heads * size].
+        """
         width = self.heads * self.size
         if weights.has_tensor(f"{block}.{name}.weight"):
             return matmul(weights, f"{block}.{name}", x, width)
@@ -183,14 +190,14 @@ def apply_delta_rule(
     eps: float,
     heads: str = "tiled",
 ) -> Value:
-    """Return the result of the delta rule, f32[B, T, heads, size], and set its state.
+    """Apply the gated delta rule to queries, keys and values, and update its state: f32[B, T, heads, size].
 
     Args:
-        frame: The graph.
+        frame: The builder of the graph.
         layer: Number of the layer.
         q: Queries; their heads are normalised to length 1.
         k: Keys; their heads are normalised to length 1.
-        v: Values.
+        v: Values, f32[B, T, heads, size].
         decay: Log decays f32[B, T, heads, 1 or size].
         beta: Operands of the learning rates, f32[B*T, heads]; the rate of padding is 0.
         eps: The eps of the L2 norms.

@@ -1,6 +1,7 @@
 """Multi-head latent attention (MLA): a short cached vector per token holds the keys and values of all heads.
 
-DeepSeek-AI, DeepSeek-V2, 2024.
+The keys and values of a token are linear functions of its latent vector. DeepSeek-AI, DeepSeek-V2, 2024. Shapes use B
+for sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from .rope import Rope, find_frequency_divisors, read_original_context
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """The latent attention of one layer; ``rank`` is the length of the latent vector.
+    """The multi-head latent attention (MLA) of one layer; ``rank`` is the length of the latent vector.
 
-    Heads have ``unrotated_columns`` and ``rotated_columns``. In keys, all heads share the rotated columns.
+    Each head has ``unrotated_columns`` without RoPE and ``rotated_columns`` with RoPE. In keys, all heads share the
+    rotated columns.
     """
 
     norm: Norm
@@ -53,7 +55,9 @@ class LatentAttention:
         attention_window: AttentionWindow,
         temperature: TemperatureScaling,
     ) -> LatentAttention:
-        """Return the latent attention of a layer; layers with a window may have sizes of their own.
+        """Read the sizes of the latent attention of a layer from the metadata.
+
+        Layers with a window may have sizes of their own.
 
         Args:
             keys: The metadata.
@@ -95,7 +99,10 @@ class LatentAttention:
         return self.project_output(weights, frame, block, x, y)
 
     def compute_queries(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
-        """Return the queries f32[B*T, heads * size] and their source: ``x``, or a shorter vector from ``x``."""
+        """Compute the queries f32[B*T, heads * size] from ``x``; also return the operand of the last projection.
+
+        This operand is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
+        """
         width = self.heads * (self.unrotated_columns + self.rotated_columns)
         if not weights.has_tensor(f"{block}.attn_q_a.weight"):
             return matmul(weights, f"{block}.attn_q", x, width), x
@@ -106,7 +113,10 @@ class LatentAttention:
     def compute_latent_vectors(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
     ) -> tuple[Value, Value | None]:
-        """Return the normalised latent vectors f32[B*T, rank], and the rotated key columns f32[B, T, 1, columns]."""
+        """Compute the normalised latent vectors f32[B*T, rank] and the rotated key columns f32[B, T, 1, columns].
+
+        All heads share the rotated key columns; the second result is `None` for a model without RoPE.
+        """
         both = matmul(weights, f"{block}.attn_kv_a_mqa", x, self.rank + self.rotated_columns)
         if not self.rotated_columns:
             return self.norm(weights, f"{block}.attn_kv_a_norm", both), None
@@ -119,7 +129,7 @@ class LatentAttention:
     def rotate_columns(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, *, name: str
     ) -> Value:
-        """Rotate the last ``rotated_columns`` of ``x`` f32[B, T, heads, n]."""
+        """Apply RoPE to the last ``rotated_columns`` of ``x`` f32[B, T, heads, n]."""
         if self.rope is None:
             return x
         factors = find_frequency_divisors(weights, frame, self.rope, self.original_context, block)
@@ -128,9 +138,21 @@ class LatentAttention:
     def attend_latent(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
     ) -> Value:
-        """Attend to the latent vectors themselves, f32[B, T, heads, value size].
+        """Attend to the cached latent vectors themselves, instead of to keys and values of each head.
 
-        There is one key head, and its latent columns are the value.
+        The queries are projected to the latent space. There is one key head, and its latent columns are also the
+        value. A matrix per head then maps the attention results to values.
+
+        Args:
+            weights: The weights of the model.
+            frame: The builder of the graph.
+            layer: Number of the layer.
+            q: The queries, f32[B*T, heads * size].
+            c: The latent vectors, f32[B*T, rank].
+            pe: The rotated key columns f32[B, T, 1, columns], or `None`.
+
+        Returns:
+            The attention results, f32[B, T, heads, value size].
         """
         block = f"blk.{layer}"
         q, turning = self.project_queries_to_latent(weights, frame, block, q)
@@ -148,7 +170,10 @@ class LatentAttention:
     def project_queries_to_latent(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value
     ) -> tuple[Value, Value | None]:
-        """Return the queries as latent vectors f32[B, T, heads, rank], and their rotated columns."""
+        """Project the unrotated columns of the queries to latent vectors f32[B, T, heads, rank].
+
+        The second result has the rotated columns of the queries; it is `None` for a model without RoPE.
+        """
         q = frame.rows_to_sequences(q, self.heads, self.unrotated_columns + self.rotated_columns)
         if not self.rotated_columns:
             return self.matmul_per_head(weights, frame, f"{block}.attn_k_b", q, self.rank), None
@@ -159,7 +184,7 @@ class LatentAttention:
     def matmul_per_head(
         self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value, features: int
     ) -> Value:
-        """Return ``x`` f32[B, T, heads, n] times one matrix per head: f32[B, T, heads, features]."""
+        """Multiply each head of ``x`` f32[B, T, heads, n] by its own matrix: f32[B, T, heads, features]."""
         rows, size = frame.step.row_count, x.shape[-1]
         x = ops.permute(ops.reshape(x, shape=(rows, self.heads, size)), axes=(1, 0, 2))
         # A single head has a matrix without the head axis.
@@ -172,9 +197,18 @@ class LatentAttention:
     def attend_expanded(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, q: Value, c: Value, pe: Value | None
     ) -> Value:
-        """Attend to keys and values of all heads, which are computed from the latent vectors and cached.
+        """Expand the latent vectors to keys and values of all heads, cache these, and attend to them.
 
-        The result is f32[B, T, heads, value size].
+        Args:
+            weights: The weights of the model.
+            frame: The builder of the graph.
+            layer: Number of the layer.
+            q: The queries, f32[B*T, heads * size].
+            c: The latent vectors, f32[B*T, rank].
+            pe: The rotated key columns f32[B, T, 1, columns], or `None`.
+
+        Returns:
+            The attention results, f32[B, T, heads, value size].
         """
         block = f"blk.{layer}"
         q = frame.rows_to_sequences(q, self.heads, self.unrotated_columns + self.rotated_columns)
@@ -197,13 +231,16 @@ class LatentAttention:
         )
 
     def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, y: Value) -> Value:
-        """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
+        """Apply the output projection to the head results ``y``, after a gate from ``x`` if the file has one.
+
+        The result is f32[B*T, E].
+        """
         y = gate_heads(weights, frame, block, x, y)
         return linear(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
 
 def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rope: Rope | None) -> float:
-    """Return YaRN's factor of the scores: the square of its attention factor."""
+    """Return YaRN's factor of the attention scores: the square of its attention factor."""
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)

@@ -1,6 +1,7 @@
-"""Linear attention with fixed decay per head, and the gated short convolution.
+"""Lightning attention, which is linear attention with a fixed decay per head, and the gated short convolution.
 
-Lightning attention: Qin et al., 2024, in MiniMax-01 (MiniMax, 2025). Short convolution: Liquid AI, LFM2, 2025.
+Lightning attention: Qin et al., 2024, in MiniMax-01 (MiniMax, 2025). Short convolution: Liquid AI, LFM2, 2025. Shapes
+use B for sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .feed_forward import Norm, linear, matmul, split_columns
 
 @dataclass(frozen=True, slots=True)
 class LightningAttention:
-    """Linear attention in which a head decays by ``exp(-slope)`` per token.
+    """Lightning attention: linear attention in which the state of a head decays by ``exp(-slope)`` per token.
 
     The slope is the ALiBi slope of the head times ``share``, which depends on the layer. State ``linear_state.N``
     f32[B, heads, key, value].
@@ -57,7 +58,7 @@ class LightningAttention:
         return matmul(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
 
     def build_log_decays(self, like: Value) -> Value:
-        """Return the log decays of all heads in the shape of ``like``."""
+        """Build the log decay of each head, ``-slope``, in the shape of ``like`` f32[B, T, heads, size]."""
         start = 2.0 ** -(2.0 ** -(math.log2(self.heads) - 3))
         numbers = ops.arange(start=1.0, stop=self.heads + 1.0)
         slopes = ops.scale(ops.exp(ops.scale(numbers, scale=math.log(start))), scale=-self.share)
@@ -66,7 +67,10 @@ class LightningAttention:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
-    """A convolution over few tokens between two gates. State ``conv_state.N`` f32[B, taps-1, E]."""
+    """A gated short convolution: a convolution over few tokens between two gates.
+
+    State ``conv_state.N`` f32[B, taps-1, E].
+    """
 
     taps: int
     required_inputs: frozenset[str] = frozenset({"conv_rows"})

@@ -1,6 +1,7 @@
 """Selective state space models: Mamba (Gu and Dao, 2023), Mamba-2 (Dao and Gu, 2024) and PLaMo 2's variant.
 
-States ``conv_state.N`` f32[B, taps-1, channels] and ``ssm_state.N`` f32[B, heads, channels, state].
+States ``conv_state.N`` f32[B, taps-1, channels] and ``ssm_state.N`` f32[B, heads, channels, state]. Shapes use B for
+sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from ..inputs.weights import ModelWeights
 from .feed_forward import Norm, linear, split_columns
 
 PADDING_STEP = 1e4
-"""Subtracted from the step of padding, so that softplus makes it 0."""
+"""Subtracted from the step size of padding tokens, so that softplus makes it 0 and the state stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """A layer with one head per channel; step size, input and output matrices follow from the convolved token."""
+    """A Mamba layer: a selective state space model with one head per channel.
+
+    Step sizes, input matrices and output matrices of the state are computed from the convolved token.
+    """
 
     taps: int
     inner: int
@@ -37,7 +41,11 @@ class Mamba:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
-        """Return the layer; raise `ModelError` if the heads do not fill the inner size or the groups do not divide."""
+        """Read the sizes of the layer from the metadata.
+
+        Raises:
+            ModelError: The heads do not fill the inner size, or the groups do not divide heads and channels.
+        """
         inner = keys.count("ssm.inner_size")
         heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
         groups = keys.count("ssm.group_count") if cls is Mamba2 else 1
@@ -51,7 +59,10 @@ class Mamba:
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
-        """Return the result f32[B*T, E] of ``x`` f32[B*T, E]. Steps of padding are 0, so that the state stays."""
+        """Return the result f32[B*T, E] of the layer for ``x`` f32[B*T, E].
+
+        Step sizes of padding are 0, so that padding does not change the state.
+        """
         block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
         z, inputs, dt, b, c = self.project_inputs(weights, frame, layer, x)
         b, c = (frame.rows_to_sequences(y, self.groups, self.state) for y in (b, c))
@@ -72,9 +83,11 @@ class Mamba:
         return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(y), x.shape[1])
 
     def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
-        """Return gate, input, step sizes, and input and output matrices of the state.
+        """Compute the gate and the operands of the selective scan from ``x`` f32[B*T, E].
 
-        Gate f32[B*T, inner], input f32[B, T, inner], step sizes f32[B*T, heads], matrices f32[B*T, groups * state].
+        Returns:
+            The gate f32[B*T, inner], the input f32[B, T, inner] and the step sizes f32[B*T, heads]. Then the input
+            and output matrices of the state, each f32[B*T, groups * state].
         """
         x, z = split_columns(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
         return z, *self.convolve_and_project(weights, frame, layer, x, "dt", "b", "c")
@@ -82,9 +95,18 @@ class Mamba:
     def convolve_and_project(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, *order: str
     ) -> tuple[Value, ...]:
-        """Return the input after its convolution, and the step sizes and matrices from it.
+        """Convolve the input, and project it to the other operands of the scan: step sizes, input and output matrices.
 
-        The matrix ``ssm_x`` has its columns in the given ``order``.
+        Args:
+            weights: The weights of the model.
+            frame: The builder of the graph.
+            layer: Number of the layer.
+            x: The input, f32[B*T, inner].
+            order: The order of the columns of the matrix ``ssm_x``: ``dt`` (step sizes), ``b`` (input), ``c``
+                (output).
+
+        Returns:
+            The convolved input, the step sizes, the input matrices and the output matrices.
         """
         block, x = f"blk.{layer}", convolve_and_silu(weights, frame, layer, x, self.taps)
         widths = {"dt": weights.tensor_shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
@@ -102,7 +124,7 @@ class Mamba:
 
 
 class Mamba2(Mamba):
-    """A layer with one decay per head; ``groups`` of heads share the input and output matrices of the state."""
+    """A Mamba-2 layer: one decay per head; ``groups`` of heads share the input and output matrices of the state."""
 
     __slots__ = ()
 
@@ -115,7 +137,7 @@ class Mamba2(Mamba):
 
 
 class Plamo2(Mamba):
-    """The heads of Mamba-2 with the step sizes and matrices of Mamba."""
+    """The Mamba layer of PLaMo 2: heads as in Mamba-2, and step sizes and matrices as in Mamba."""
 
     __slots__ = ()
 
@@ -131,11 +153,11 @@ class Plamo2(Mamba):
 def convolve_and_silu(
     weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, taps: int, kind: str = ""
 ) -> Value:
-    """Return ``x`` f32[B*T, channels] after a short convolution and SiLU: f32[B, T, channels].
+    """Apply a short convolution over tokens and then SiLU to ``x`` f32[B*T, channels]: f32[B, T, channels].
 
     Args:
         weights: The weights of the model.
-        frame: The graph.
+        frame: The builder of the graph.
         layer: Number of the layer.
         x: The operand.
         taps: Taps of the convolution.

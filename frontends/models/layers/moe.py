@@ -1,7 +1,8 @@
-"""Mixture of experts (MoE): a router selects a few of many FFNs for each token and adds up their weighted results.
+"""Mixture of experts (MoE): a router selects a few of many FFNs for each token, and their results are summed by weight.
 
-Steps: scores of the router, probabilities, selection of experts, weights, experts, weighted sum, shared expert. Shazeer
-et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.cpp ``build_moe_ffn``.
+Steps: router scores, probabilities, selection of experts, weights, experts, weighted sum, shared expert. Shazeer et
+al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.cpp ``build_moe_ffn``. Shapes use n for tokens,
+and E for the model width.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ MIN_WEIGHT_SUM = 2.0**-14
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one layer: each token uses some of ``count`` experts, and a shared one if the file has it.
+    """The mixture-of-experts hyperparameters of one layer: a token uses some of ``count`` experts.
 
-    Routing weights come from the router scores by ``gating``. The weights of the selected experts are divided by their
-    sum if ``has_normalised_weights``, and multiplied by ``scale``. With ``groups`` of experts, only experts of the best
-    ``groups_used`` groups are selected; groups are ranked by the sum of their two best weights.
+    A shared expert, which all tokens use, is added if the file has it. ``gating`` turns router scores into routing
+    weights. The weights of the selected experts are divided by their sum if ``has_normalised_weights``, and
+    multiplied by ``scale``. With several ``groups`` of experts, only experts of the best ``groups_used`` groups are
+    selected. Groups are ranked by the sum of their two best weights.
     """
 
     count: int
@@ -50,7 +52,7 @@ class ExpertLayer:
     def from_keys(
         cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int, blocks: int, unit: Activation, norm: Norm
     ) -> ExpertLayer:
-        """Return the experts of a block.
+        """Read the hyperparameters of the experts of a block from the metadata.
 
         Args:
             keys: The metadata.
@@ -98,7 +100,7 @@ def _read_gating(keys: ArchitectureKeys, family: FamilyTraits) -> str:
 def run_expert_layer(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, router: Value | None = None
 ) -> Value:
-    """Return the weighted sum of the selected experts, plus the shared expert: f32[n, E] to f32[n, E].
+    """Return the weighted sum of the experts that the router selects, plus the shared expert: f32[n, E] to f32[n, E].
 
     Args:
         weights: The weights of the model.
@@ -119,9 +121,9 @@ def run_expert_layer(
 
 
 def run_projected_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
-    """Return the result of `run_routed_experts`, between two projections if the file has them.
+    """Return the result of `run_routed_experts`, computed between two projections if the file has them.
 
-    The projections go to fewer columns and back.
+    The first projection reduces the columns of ``x`` f32[n, E]; the second one restores E columns.
     """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
@@ -137,7 +139,15 @@ def run_projected_experts(weights: ModelWeights, block: str, x: Value, experts: 
 
 
 def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
-    """Return the weighted sum of the experts that ``scores`` f32[n, count] select: f32[n, E] to f32[n, E]."""
+    """Return the weighted sum of the experts that the router scores select for each token: f32[n, E] to f32[n, E].
+
+    Args:
+        weights: The weights of the model.
+        block: The prefix of weight names.
+        x: The operand of the experts.
+        experts: The experts of the block.
+        scores: The router scores, f32[n, count].
+    """
     ids, shares = route_tokens(weights, block, scores, experts)
     if experts.family.special_routing == "weighted input":
         rows, width = x.shape
@@ -150,10 +160,10 @@ def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: Exp
 
 
 def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
-    """Return the result of the small experts that groups of experts share, f32[n, E].
+    """Return the weighted sum of the small experts that each group of experts shares, f32[n, E].
 
-    ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. Graph: llama.cpp ``grovemoe.cpp``,
-    which takes the weights of the experts that have the numbers of the groups.
+    ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. As in llama.cpp ``grovemoe.cpp``, the
+    number of a group also selects the routing weight, although it is a weight of an expert.
     """
     rows, count = scores.shape
     used = min(experts.experts_per_token, count // experts.group_size)
@@ -172,7 +182,7 @@ def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: Expe
 
 
 def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: ExpertLayer) -> tuple[Value, Value]:
-    """Return the selected experts of each token, i32[n, used], and their weights, f32[n, 1, used]."""
+    """Select the experts of each token, i32[n, used], and return their routing weights, f32[n, 1, used]."""
     rows, count, used = scores.shape[0], experts.count, experts.experts_per_token
     row = ops.reshape(scores, shape=(rows, 1, count))
     match experts.gating:
@@ -201,9 +211,9 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 def compute_selection_scores(
     weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
 ) -> Value:
-    """Return the scores for the selection of experts, f32[n, 1, count].
+    """Compute the scores for the selection of experts, f32[n, 1, count].
 
-    They are the probabilities plus a bias, if the file has one, and -inf outside the best groups.
+    These are the probabilities plus a bias, if the file has one, and -inf outside the best groups of experts.
     """
     if experts.family.special_routing == "weighted input":
         return scores
@@ -215,9 +225,9 @@ def compute_selection_scores(
 
 
 def mask_other_groups(choice: Value, experts: ExpertLayer) -> Value:
-    """Return ``choice`` f32[n, 1, count] with -inf outside the best groups of experts.
+    """Set the selection scores ``choice`` f32[n, 1, count] to -inf outside the selected groups of experts.
 
-    DeepSeek-AI, DeepSeek-V3, 2024.
+    The groups with the highest sum of two scores are selected. DeepSeek-AI, DeepSeek-V3, 2024.
     """
     rows, groups = choice.shape[0], experts.groups
     size = experts.count // groups
@@ -239,7 +249,7 @@ def run_chosen_experts(
     suffix: str = "exps",
     name: str = "moe",
 ) -> Value:
-    """Return the FFN results of the selected experts for each token, f32[n, used, E].
+    """Return the FFN result of each selected expert for each token, f32[n, used, E], not yet weighted or summed.
 
     Args:
         weights: The weights of the model.
@@ -278,18 +288,21 @@ def _flatten(ids: Value) -> Value:
     return ops.reshape(ids, shape=(ids.spec.size,))
 
 
-def sum_weighted_experts(answer: Value, shares: Value, *, name: str) -> Value:
+def sum_weighted_experts(expert_results: Value, shares: Value, *, name: str) -> Value:
     """Return the sum f32[n, E] of expert results f32[n, used, E], weighted by ``shares`` f32[n, 1, used].
 
-    This is a matmul with the weights, so that no [n, used, E] is written again. It is linear in the results: with
-    experts sharded over devices, their partial sums are reduced as one [n, E].
+    The sum is a matmul with the weights, so that no weighted [n, used, E] is stored. The matmul is linear in the
+    results: for experts on several devices, partial sums of one [n, E] per device are reduced.
     """
-    rows, _, width = answer.shape
-    return ops.reshape(ops.mul_mat(ops.transpose(answer), shares, name=name), shape=(rows, width))
+    rows, _, width = expert_results.shape
+    return ops.reshape(ops.mul_mat(ops.transpose(expert_results), shares, name=name), shape=(rows, width))
 
 
 def run_shared_expert(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer) -> Value:
-    """Return the FFN of the shared expert, times a sigmoid gate if the family has one: f32[n, E] to f32[n, E]."""
+    """Return the FFN result of the shared expert, which all tokens use: f32[n, E] to f32[n, E].
+
+    In some families it is multiplied by a sigmoid gate of the token.
+    """
     width = x.shape[-1]
     y = apply_feed_forward(weights, block, x, experts.shared_activation, experts.norm, "_shexp")
     if not experts.family.shared_gate:

@@ -27,11 +27,11 @@ NGRAM_TOKEN_LIMIT = 8
 
 @dataclass(frozen=True, slots=True)
 class NgramEmbedding:
-    """The n-gram tables of layer ``layer``: ``heads`` hashes each of the last 2, 3, ... ``max_ngram_tokens`` tokens.
+    """N-gram embeddings in layer ``layer``: hashes of the last tokens choose rows of a table.
 
-    Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands
-    for tokens before the sequence, and for tokens before such a token. The result passes a convolution with taps that
-    are ``max_ngram_tokens`` tokens apart.
+    Each length from 2 to ``max_ngram_tokens`` tokens has ``heads`` hashes. Hash h of n tokens is ``(t[0] m[0] xor ...
+    xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands for tokens before the sequence, and for
+    tokens before such a token. The result passes a convolution with taps that are ``max_ngram_tokens`` tokens apart.
 
     Example: up to 3 tokens and 2 heads give 4 hashes per token, 2 of the last 2 tokens and 2 of the last 3.
     """
@@ -48,7 +48,7 @@ class NgramEmbedding:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, layers: int) -> NgramEmbedding | None:
-        """Return the tables, or `None` for a model without them.
+        """Read the n-gram embedding from the metadata; return `None` for a model without one.
 
         Raises:
             ModelError: A value is missing or invalid.
@@ -77,16 +77,20 @@ class NgramEmbedding:
 
     @property
     def convolution_history_tokens(self) -> int:
-        """Earlier tokens that the convolution needs."""
+        """Number of earlier tokens that the convolution reads."""
         return (self.taps - 1) * self.max_ngram_tokens
 
     @property
     def hash_history_tokens(self) -> int:
-        """Earlier tokens that the hashes need."""
+        """Number of earlier tokens that the hashes of a token read."""
         return self.max_ngram_tokens - 1
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """Return ``ngram_rows`` i32[B*T*hashes]: the table rows of each token."""
+        """Return the input ``ngram_rows`` of a batch: the table rows of all hashes of each token, i32[B*T*hashes].
+
+        Raises:
+            ModelError: The batch lacks earlier tokens that the hashes need.
+        """
         rows = np.zeros((step.sequences, step.tokens, len(self.sizes)), np.int32)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             need = min(length, self.hash_history_tokens)
@@ -101,7 +105,7 @@ class NgramEmbedding:
         return {"ngram_rows": rows.reshape(-1)}
 
     def compute_hash_rows(self, tokens: list[int]) -> list[int]:
-        """Return the table rows for the last one of ``tokens``."""
+        """Hash the n-grams that end with the last one of ``tokens``, and return their table rows."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):
             if token == self.end:
@@ -116,9 +120,9 @@ class NgramEmbedding:
         return rows
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
-        """Return the streams f32[B*T, streams, E] plus the table rows of each token.
+        """Add the n-gram embeddings of each token to all residual streams f32[B*T, streams, E].
 
-        The rows are gated by their similarity to the streams.
+        The table rows are gated by their similarity to the streams.
         """
         block, (rows, streams, width) = f"blk.{self.layer}", x.shape
         entries = weights.tensor_shape("per_layer_token_embd.weight")[0]  # may exceed the range of the hashes
@@ -137,7 +141,10 @@ class NgramEmbedding:
         )
 
     def convolve_channels(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
-        """Return a convolution of each channel with taps that lie apart: f32[B*T, streams, E]."""
+        """Apply a dilated convolution to each channel of ``x`` f32[B*T, streams, E], then SiLU.
+
+        The taps are ``max_ngram_tokens`` tokens apart.
+        """
         block, columns = f"blk.{self.layer}", x.shape[1] * x.shape[2]
         new = frame.rows_to_sequences(norm(weights, f"{block}.ple_norm_conv", x), columns)
         known = frame.prepend_previous_rows(f"ngram_state.{self.layer}", new, self.convolution_history_tokens)

@@ -18,7 +18,10 @@ SECTION_COUNT = 4
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of `ops.rope`, shared by layers. Su et al., 2021; YaRN: Peng et al., 2023."""
+    """The parameters of a rotary position embedding (RoPE), as `ops.rope` takes them; layers share them.
+
+    Su et al., 2021; YaRN: Peng et al., 2023.
+    """
 
     n_dims: int
     mode: str
@@ -39,7 +42,7 @@ class Rope:
         dimensions: str = "rope.dimension_count",
         multiplier: float = 1.0,
     ) -> Rope:
-        """Return the parameters that ``llama_context`` of llama.cpp would choose.
+        """Read the RoPE parameters from the metadata, with the defaults of ``llama_context`` of llama.cpp.
 
         Args:
             keys: The metadata.
@@ -80,21 +83,21 @@ class Rope:
         )
 
     def with_half_columns(self, keys: ArchitectureKeys) -> Rope:
-        """Return the rotation of half of the columns; raise `ModelError` if their number is odd."""
+        """Return the same RoPE with half as many rotated columns; raise `ModelError` if this number is odd."""
         if self.n_dims % 4:
             raise keys.error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
     def read_base(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
-        """Return the base from the key ``name``; raise `ModelError` unless it is above 1."""
+        """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1."""
         base = keys.positive(name, default)
         if base <= 1.0:
             raise keys.error(name, f"is {base}; need a number above 1")
         return base
 
     def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
-        """Return ``x`` f32[B, T, heads, size] rotated by its positions.
+        """Rotate pairs of columns of ``x`` f32[B, T, heads, size] by angles that grow with the position.
 
         Args:
             x: The operand.
@@ -109,7 +112,7 @@ class Rope:
 def find_frequency_divisors(
     weights: ModelWeights, frame: StepGraphBuilder, rope: Rope, original_context: int, block: str
 ) -> Value | None:
-    """Return the divisors of the frequencies, f32[n_dims/2], or `None` if the file has none.
+    """Find the tensor with the divisors of the RoPE frequencies, f32[n_dims/2]; return `None` if the file has none.
 
     Llama 3.1 has one such vector. LongRoPE has one for contexts up to the original context, and one for longer ones.
     Files may have more entries than rotated pairs.
@@ -125,9 +128,9 @@ def find_frequency_divisors(
 
 
 def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit: float) -> float:
-    """Return the correction of the attention factor of `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
+    """Compute the correction of the attention factor in `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
 
-    It is 1 without the key ``rope.scaling.yarn_log_multiplier``.
+    The correction is 1 without the key ``rope.scaling.yarn_log_multiplier``.
     """
     multiplier = keys.positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:
@@ -140,15 +143,15 @@ def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit:
 
 
 def read_original_context(keys: ArchitectureKeys) -> int:
-    """Return the context in tokens before it was extended."""
+    """Read the original context length in tokens: the trained length before the context was extended."""
     return keys.count_or_default("rope.scaling.original_context_length", keys.count("context_length"))
 
 
 def choose_rope_mode(keys: ArchitectureKeys, rope: str) -> str:
-    """Return the RoPE mode: ``normal`` or ``neox``.
+    """Choose the RoPE mode of a model: ``normal`` or ``neox``.
 
-    For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In some
-    families only files with ``rope.dimension_sections`` have multi-axis RoPE.
+    For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In
+    some families only files with ``rope.dimension_sections`` have multi-axis RoPE.
     """
     plain, _, sectioned = rope.partition("|")
     if not sectioned:

@@ -1,7 +1,8 @@
-"""RWKV 6 and 7: each token is mixed with the previous one, and heads keep a matrix with a decay per channel.
+"""RWKV 6 and 7: recurrent layers that mix each token with the previous one and keep a decaying matrix per head.
 
-Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025. States: ``shift_state.N`` and, for the FFN,
-``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
+The matrix has a decay per channel. Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025. States:
+``shift_state.N`` and, for the FFN, ``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
+Shapes use B for sequences, T for new tokens per sequence, and E for the model width.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from ..inputs.weights import ModelWeights
 from .feed_forward import linear, matmul
 
 HEAD_EPS = 64e-5
-"""The eps of the norm of each head."""
+"""The eps of the norm of each head of RWKV."""
 MIN_LOG_DECAY = -math.exp(-0.5)
-"""The lowest log decay of RWKV 7."""
+"""The lowest log decay of RWKV 7, ``-exp(-0.5)``."""
 FIRST_LAYER_VALUES = "first values"
-"""The name of the values that the first layer of RWKV 7 leaves for the other layers."""
+"""The key in `StepGraphBuilder.shared_values` of the values of the first layer of RWKV 7, which other layers read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rwkv:
-    """The common parts of RWKV 6 and 7."""
+    """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
 
     heads: int
     size: int
@@ -41,7 +42,11 @@ class Rwkv:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Self:
-        """Return the layer; raise `ModelError` if the heads do not fill the width."""
+        """Read the head sizes of the layer from the metadata.
+
+        Raises:
+            ModelError: The heads do not fill the model width.
+        """
         size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
         if width % size:
             raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
@@ -54,11 +59,11 @@ class Rwkv:
         return frame.run_recurrence(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
     def split_heads(self, frame: StepGraphBuilder, x: Value) -> Value:
-        """Return f32[B*T, E] as f32[B, T, heads, size]."""
+        """Split the columns of ``x`` f32[B*T, E] into heads: f32[B, T, heads, size]."""
         return frame.rows_to_sequences(x, self.heads, self.size)
 
     def norm_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, y: Value) -> Value:
-        """Return heads after their norm, if the file has its weights: f32[B*T, E]."""
+        """Normalise each head of ``y``, if the file has the weights of this norm, and join the heads: f32[B*T, E]."""
         if not weights.has_tensor(f"{name}.weight"):
             return frame.sequences_to_rows(y)
         width = (self.heads * self.size,)
@@ -67,10 +72,10 @@ class Rwkv:
 
 
 class Rwkv6(Rwkv):
-    """The time mix of RWKV 6.
+    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a decaying matrix state per head.
 
-    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1 -
-    decay), and groups of heads share keys and values.
+    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
+    - decay), and groups of heads share keys and values.
     """
 
     __slots__ = ()
@@ -102,17 +107,26 @@ class Rwkv6(Rwkv):
         y = ops.mul(self.norm_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
         return matmul(weights, f"{name}_output", y, width)
 
-    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, back: Value) -> list[Value]:
-        """Return five mixes of each token with the previous one, with shares that depend on both."""
+    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, token_shift: Value) -> list[Value]:
+        """Mix each token with the previous one in five ways, with shares that depend on both tokens.
+
+        The mixes are for decay, key, value, receptance and gate.
+
+        Args:
+            weights: The weights of the model.
+            name: The prefix of weight names.
+            x: The tokens, f32[B*T, E].
+            token_shift: The previous token minus the token, for each row of ``x``.
+        """
         rows, width = x.shape
-        mixed = ops.add(ops.mul(back, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
+        mixed = ops.add(ops.mul(token_shift, weights.leaf_in_shape(f"{name}_lerp_x.weight", (width,))), x)
         rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
         short = ops.reshape(ops.tanh(matmul(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
         own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
-        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, back, own)
+        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, token_shift, own)
 
     def project_grouped_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
-        """Return keys or values f32[B, T, heads, size]; neighbouring heads may share one head of the file."""
+        """Project ``x`` to keys or values f32[B, T, heads, size], and repeat the heads that a group of heads shares."""
         count, (sequences, tokens) = weights.tensor_shape(f"{name}.weight")[0] // self.size, frame.pos.shape
         y = linear(weights, name, x, count * self.size)
         if count != self.heads:
@@ -122,10 +136,10 @@ class Rwkv6(Rwkv):
 
 
 class Rwkv7(Rwkv):
-    """The time mix of RWKV 7.
+    """The time mix (recurrent token mixer) of RWKV 7: a token shift, then a generalised delta rule per head.
 
-    Values are mixed with the values of the first layer. The old value of a key is removed from the state before the new
-    one is written.
+    Values are mixed with the values of the first layer. The old value of a key is removed from the state before the
+    new one is written.
     """
 
     __slots__ = ()
@@ -156,7 +170,10 @@ class Rwkv7(Rwkv):
         return matmul(weights, f"{name}_output", y, width)
 
     def compute_values(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
-        """Return the values f32[B*T, E]; the values of the first layer are left for the other layers."""
+        """Compute the values f32[B*T, E], mixed with the values of the first layer by a gate.
+
+        The values of the first layer itself are stored for the other layers.
+        """
         v = matmul(weights, f"{name}_value", x, x.shape[1])
         if (first := frame.shared_values.setdefault(FIRST_LAYER_VALUES, v)) is v:
             return v
@@ -166,7 +183,7 @@ class Rwkv7(Rwkv):
 
 
 class TokenShiftDecoder(Decoder):
-    """A decoder with RWKV's own blocks: the FFN also reads the previous token.
+    """The decoder of RWKV, in which the FFN of a block also reads the previous token.
 
     The residual is halved after each `span` blocks.
     """
@@ -182,34 +199,45 @@ class TokenShiftDecoder(Decoder):
         x = ops.add(x, self.run_channel_mix(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
-    def run_channel_mix(self, name: str, x: Value, back: Value) -> Value:
-        """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``back``."""
+    def run_channel_mix(self, name: str, x: Value, token_shift: Value) -> Value:
+        """Return the channel mix (the FFN of RWKV) for the rows ``x`` f32[n, E].
+
+        ``token_shift`` f32[n, E] is the previous token minus the token, for each row.
+        """
         weights, width = self.weights, x.shape[1]
         gates = weights.has_tensor(f"{name}_receptance.weight")
-        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
+        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
         inner = ops.sqr(ops.relu(matmul(weights, f"{name}_key", k, weights.tensor_shape(f"{name}_key.weight")[0])))
         y = matmul(weights, f"{name}_value", inner, width)
         return ops.mul(y, ops.sigmoid(matmul(weights, f"{name}_receptance", r[0], width))) if gates else y
 
 
 def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
-    """Return previous token minus token for each row of ``x`` f32[B*T, E]; the state ``name`` has the last row."""
+    """Compute the previous token minus the token for each row of ``x`` f32[B*T, E].
+
+    The state ``name`` holds the last row of the previous run, and receives the last row of this one.
+    """
     both = frame.prepend_previous_rows(name, frame.rows_to_sequences(x, x.shape[1]), 1)
     return ops.sub(frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
 
 
 def mix_previous_tokens(
-    weights: ModelWeights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None
+    weights: ModelWeights,
+    name: str,
+    kinds: str,
+    x: Value,
+    token_shift: Value,
+    data_dependent_shares: Value | None = None,
 ) -> list[Value]:
-    """Return ``x + share * back`` f32[n, E] for each of ``kinds``.
+    """Mix each token with the previous one: return ``x + share * token_shift`` for each of ``kinds``.
 
     Args:
         weights: The weights of the model.
         name: The prefix of the shares, which are one tensor or one tensor per kind.
         kinds: A letter per result.
-        x: The tokens.
-        back: Their token shift.
-        own: Values that are added to the shares of the file, f32[kinds, n, E].
+        x: The tokens, f32[n, E].
+        token_shift: The previous token minus the token, f32[n, E].
+        data_dependent_shares: Values that are added to the shares of the file, f32[kinds, n, E].
     """
     rows, width = x.shape
     if weights.has_tensor(f"{name}_fused.weight"):
@@ -217,16 +245,19 @@ def mix_previous_tokens(
         shares = [ops.slice_(whole, axis=0, start=i, stop=i + 1) for i in range(len(kinds))]
     else:
         shares = [weights.leaf_in_shape(f"{name}_{kind}.weight", (1, width)) for kind in kinds]
-    if own is None:
-        return [ops.add(ops.mul(back, share), x) for share in shares]
-    parts = (ops.reshape(ops.slice_(own, axis=0, start=i, stop=i + 1), shape=(rows, width)) for i in range(len(kinds)))
-    return [ops.add(ops.mul(ops.add(y, share), back), x) for y, share in zip(parts, shares, strict=True)]
+    if data_dependent_shares is None:
+        return [ops.add(ops.mul(token_shift, share), x) for share in shares]
+    parts = (
+        ops.reshape(ops.slice_(data_dependent_shares, axis=0, start=i, stop=i + 1), shape=(rows, width))
+        for i in range(len(kinds))
+    )
+    return [ops.add(ops.mul(ops.add(y, share), token_shift), x) for y, share in zip(parts, shares, strict=True)]
 
 
 def project_low_rank(
     weights: ModelWeights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y
 ) -> Value:
-    """Return ``x`` f32[n, E] times two thin matrices with ``inner`` between them, plus a bias if the file has one.
+    """Multiply ``x`` f32[n, E] by two low-rank matrices with a function between them, and add the bias if there is one.
 
     Args:
         weights: The weights of the model.

@@ -139,7 +139,9 @@ def _choose_key_split(
     Returns:
         The groups of heads that are processed together, and the number of splits of the keys.
     """
-    max_splits = max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    max_splits = (
+        max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
+    )
     parts = _compute_split_count(steps, sequences)
     if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
         if head_groups % parts == 0:
