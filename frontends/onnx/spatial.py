@@ -1,4 +1,4 @@
-"""Converters of ONNX's convolutions, poolings and resizing."""
+"""Converters of ONNX's convolutions, pooling and resizing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..tensors.tensor import Tensor, constant_tensor
 from .calls import as_integers, require_constant
 
 AxisPads = list[tuple[int, int]]
-"""The pads before and after each spatial axis."""
+"""The padding before and after each spatial axis."""
 
 
 def _compute_pads(
     auto: str, pads: Sequence[int], n: Sequence[int], k: Sequence[int], s: Sequence[int], d: Sequence[int]
 ) -> AxisPads:
-    """Return the pads of each axis, as ``auto_pad`` (`auto`) computes them or as ``pads`` lists them.
+    """Return the padding of each spatial axis, from ``auto_pad`` (`auto`) or from the listed ``pads``.
 
     Args:
         auto: ``NOTSET``, ``VALID``, ``SAME_UPPER`` or ``SAME_LOWER``.
@@ -95,7 +95,7 @@ def average_pool(
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
-    """Pool by the p-norm: the p-th root of the sum of p-th powers in each window."""
+    """Convert ``LpPool``: return the p-norm of each window, the p-th root of its sum of p-th powers."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
     sums = arith.scale_and_shift(means, math.prod(kernel_shape))
@@ -103,7 +103,7 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
 
 
 def make_global_pool_converter(kind: str) -> Any:
-    """Return the converter of a global pooling (`kind` is ``mean`` or ``max``) over all spatial axes."""
+    """Make the converter of a global pooling over all spatial axes; `kind` is ``mean`` or ``max``."""
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
@@ -116,13 +116,13 @@ def make_global_pool_converter(kind: str) -> Any:
 
 
 def _compute_source_positions(n: int, out: int, scale: float, how: str) -> np.ndarray:
-    """Return the position of each new entry on the old axis, by ONNX's ``coordinate_transformation_mode`` (`how`).
+    """Return the position on the old axis from which each new entry is interpolated.
 
     Args:
         n: The old size of the axis.
         out: The new size of the axis.
         scale: New size divided by old size, before rounding.
-        how: The coordinate transformation mode.
+        how: ONNX's ``coordinate_transformation_mode``.
     """
     i = np.arange(out, dtype=np.float64)
     if how == "align_corners":
@@ -145,13 +145,13 @@ _ROUNDING_BY_MODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "floor": np.floor,
     "ceil": np.ceil,
 }
-"""How a position is rounded, by ONNX's ``nearest_mode``."""
+"""Functions that round a position, by ONNX's ``nearest_mode``."""
 
 
 def _build_resize_matrix(
     points: np.ndarray, n: int, mode: str, nearest: str, a: float, inside: bool, wide: float
 ) -> np.ndarray:
-    """Build the matrix [new, old] that resizes one axis.
+    """Build the interpolation matrix [new, old] that resizes one axis.
 
     Args:
         points: The position of each new entry on the old axis.
@@ -189,7 +189,10 @@ def resize(
     axes: Sequence[int] | None = None, antialias: int = 0, extrapolation_value: float = 0.0,
     keep_aspect_ratio_policy: str = "stretch",
 ) -> Tensor:  # fmt: skip
-    """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
+    """Convert ``Resize``: resize axes one after the other, by scales or to sizes.
+
+    Each axis is multiplied by an interpolation matrix.
+    """
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
         output_sizes = as_integers(sizes) or []
@@ -216,6 +219,6 @@ def resize(
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
-    """Resize by scales, as the older op ``Upsample`` does."""
+    """Convert ``Upsample``, the older form of ``Resize``: resize all axes by scales."""
     scale_tensor = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, scale_tensor, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

@@ -1,4 +1,7 @@
-"""Element-wise arithmetic with mutual broadcasting, for floats, integers, booleans and Python numbers."""
+"""Element-wise arithmetic with mutual broadcasting, for floats, integers, booleans and Python numbers.
+
+The functions follow PyTorch: a binary function promotes both operands to their common dtype.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,23 @@ BinaryOp = Callable[[Value, Value], Value]
 
 
 def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand; the importer casts it to the dtype of the result."""
+    """Return the operand unchanged; the importer casts it to the dtype of the result.
+
+    It converts framework ops such as `clone`, `contiguous` and `dropout`. Further arguments are ignored.
+    """
     return x
 
 
 def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, truth: bool = False) -> Tensor:
-    """Apply an op that broadcasts its second operand to the first; with `either` the operands may be swapped."""
+    """Apply a binary graph op to two tensors of one dtype, with mutual broadcasting.
+
+    Args:
+        op: An op that broadcasts its second operand to the first one.
+        a: The first operand.
+        b: The second operand.
+        either: Whether the op is commutative, so that the operands may be swapped.
+        truth: Whether the result is boolean.
+    """
     shape = np.broadcast_shapes(a.shape, b.shape)
     if either and a.shape != shape and b.shape == shape:
         a, b = b, a
@@ -34,7 +48,7 @@ def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, t
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Convert two operands, at least one of them a tensor, to tensors of one dtype."""
+    """Convert two operands to tensors of their common dtype; at least one of the operands is a tensor."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     first, second = promote_dtypes(number_as_tensor(a, like), number_as_tensor(b, like))
@@ -42,17 +56,17 @@ def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain_number(x: Operand) -> TypeGuard[float]:
-    """Whether an operand is a finite number, which can be an op attribute."""
+    """Whether an operand is a finite Python number, which can be an op attribute."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
 def is_real(x: Operand) -> TypeGuard[Tensor]:
-    """Whether an operand is a tensor of floats."""
+    """Whether an operand is a tensor of floats (neither integers nor booleans)."""
     return isinstance(x, Tensor) and not x.is_integer and not x.is_bool
 
 
 def scale_and_shift(x: Tensor, scale: float, bias: float = 0.0) -> Tensor:
-    """Return ``x * scale + bias`` for floats."""
+    """Return ``x * scale + bias`` for a tensor of floats."""
     if (scale, bias) == (1.0, 0.0):
         return x
     return Tensor(ops.scale(x.value, scale=float(scale), bias=float(bias)), x.shape)
@@ -74,7 +88,7 @@ _COMMUTATIVE_KINDS = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
 
 
 def _are_integers(a: Operand, b: Operand) -> bool:
-    """Whether neither operand is a float."""
+    """Whether neither operand is a float: both are integers or booleans."""
     return not any(is_real(x) or isinstance(x, float) for x in (a, b))
 
 
@@ -171,7 +185,7 @@ def rsqrt(x: Tensor) -> Tensor:
 
 
 def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
-    """Apply a unary op of floats to each element."""
+    """Apply a unary graph op to each element; integers and booleans are converted to f32 first."""
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
 
@@ -194,7 +208,7 @@ def sign(x: Tensor) -> Tensor:
 
 
 def round_even(x: Tensor) -> Tensor:
-    """Round to the nearest integer, halves to even, as PyTorch and ONNX do."""
+    """Round each element to the nearest integer, halves to even, as PyTorch and ONNX do."""
     if x.is_integer:
         return x
     below = unary(ops.floor, x)
@@ -205,7 +219,7 @@ def round_even(x: Tensor) -> Tensor:
 
 
 def maximum(a: Operand, b: Operand) -> Tensor:
-    """Return the element-wise maximum."""
+    """Return the element-wise maximum of two operands."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_or(first, second)
@@ -215,7 +229,7 @@ def maximum(a: Operand, b: Operand) -> Tensor:
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
-    """Return the element-wise minimum."""
+    """Return the element-wise minimum of two operands."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_and(first, second)
@@ -225,7 +239,7 @@ def minimum(a: Operand, b: Operand) -> Tensor:
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp `x` to a range; each bound is optional."""
+    """Clamp each element of `x` to the range from `min` to `max`; each bound is optional."""
     if (
         is_real(x)
         and min is not None
@@ -244,7 +258,7 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
 
 
 def compare(kind: str, a: Operand, b: Operand) -> Tensor:
-    """Compare element-wise; `kind` is a kind of `ops.compare`, and the result is boolean."""
+    """Compare two operands element-wise and return booleans; `kind` is eq, ne, lt, le, gt or ge."""
     first, second = _promote_pair(a, b)
     swapped_kind = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(kind, kind)
     shape = np.broadcast_shapes(first.shape, second.shape)
@@ -285,12 +299,12 @@ def bitwise(kind: str, a: Operand, b: Operand) -> Tensor:
 
 
 def bitwise_not(x: Tensor) -> Tensor:
-    """Invert the bits of integers, or booleans."""
+    """Invert the bits of integers; negate booleans."""
     return sub(-1, x) if x.is_integer else logical_not(x)
 
 
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """Return the elements of `a` where `condition` is true, else of `b`."""
+    """Return the elements of `a` where `condition` is true, and of `b` elsewhere."""
     like = a if isinstance(a, Tensor) else b if isinstance(b, Tensor) else None
     if like is None:
         like = constant_tensor(np.asarray(0.0 if isinstance(a, float) or isinstance(b, float) else 0))
@@ -303,7 +317,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def masked_fill(x: Tensor, condition: Tensor, value: Operand) -> Tensor:
-    """Return `x` with `value` where `condition` is true, in the dtype of `x`."""
+    """Return `x` with `value` in the places where `condition` is true; the dtype of `x` stays."""
     new = value if isinstance(value, Tensor) else number_as_tensor(value, x)
     if not (new.is_bool and x.is_bool):
         new = cast(new, x.dtype)

@@ -28,7 +28,15 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 
 
 def find_dtype(name: str, where: object) -> tuple[DType, bool]:
-    """Return the entry of `DTYPES_BY_NAME` for the value `where`; raise `ModelError` for an unsupported dtype."""
+    """Return the hocket dtype of a NumPy or PyTorch dtype name, and whether it is boolean.
+
+    Args:
+        name: The dtype name, such as ``float32``.
+        where: The value of this dtype, for the error message.
+
+    Raises:
+        ModelError: hocket has no such dtype.
+    """
     if name not in DTYPES_BY_NAME:
         raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
     return DTYPES_BY_NAME[name]
@@ -36,7 +44,7 @@ def find_dtype(name: str, where: object) -> tuple[DType, bool]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramArgument:
-    """One argument of a flattened call: the graph input `name`, or a value that was fixed at export."""
+    """One argument of a flattened call: the graph input `name`, or `constant_value`, which was fixed at export."""
 
     name: str
     constant_value: object = None
@@ -46,7 +54,7 @@ class ProgramArgument:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """One result of a flattened call: the graph output `name`, or a value that does not depend on arguments."""
+    """One result of a flattened call: the graph output `name`, or `constant_value`, which depends on no argument."""
 
     name: str
     constant_value: object = None
