@@ -192,7 +192,10 @@ def slice_(
     x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
     ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Slice``: slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
+    """Convert ``Slice``: slice axes with steps.
+
+    Bounds and axes are inputs (newer opsets) or attributes (older ones).
+    """
     begin = as_integers(first if starts is None else starts) or []
     end = as_integers(last if ends is None else ends) or []
     at = as_integers(over if axes is None else axes) or list(range(len(begin)))
@@ -211,7 +214,10 @@ def pad(
     x: Tensor, pads_input: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Pad``: pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
+    """Convert ``Pad``: pad axes with a value or by a mode.
+
+    The pads are an input (newer opsets) or an attribute (older ones).
+    """
     flat = as_integers(pads_input if pads is None else pads) or []
     at = [x.axis(a) for a in (as_integers(over) or range(x.rank))]
     if len(flat) != 2 * len(at):

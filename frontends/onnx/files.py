@@ -64,7 +64,11 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
 
 
 def _require_bounded_functions(model: ModelProto) -> None:
-    """Raise `ModelError` if functions of the model are recursive, or have more than `MAX_NODES` nodes after inlining."""
+    """Require that the functions of a model are not recursive, and have at most `MAX_NODES` nodes after inlining.
+
+    Raises:
+        ModelError: A function calls itself, or the functions have too many nodes.
+    """
     bodies = {(f.domain, f.name): f.node for f in model.functions}
     sizes: dict[tuple[str, str], int | None] = {}
 

@@ -136,7 +136,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
 
 
 def _describe_uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
-    """Return an error message about the first node with a function that onnx cannot inline; `ids` are domains and ops."""
+    """Return an error message for the first op in `ids` (domain, op type) that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
     for key in sorted(ids):

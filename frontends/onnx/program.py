@@ -31,7 +31,7 @@ class Program:
     results: tuple[ProgramResult, ...]
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
-        """Plan the program for devices, load its weights, and return a callable; `options` are the options of `hocket.plan`."""
+        """Plan the program for devices and load it; `options` are the options of `hocket.plan`."""
         from ...scheduler import plan
 
         return Runner(self, plan(self.graph, devices, **options))

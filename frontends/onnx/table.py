@@ -167,7 +167,7 @@ CONSTANT_FOLDED_OPS = frozenset(
         *("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "Flatten", "NonZero", "CumSum", "Reciprocal"),
     )
 )
-"""Ops of shape arithmetic that are constant-folded: onnx's reference evaluator computes them if all inputs are known."""
+"""Ops of shape arithmetic that onnx's reference evaluator computes during the import if all inputs are constants."""
 
 CONSTANT_INPUT_OPS = ("Resize", "Upsample", "Range")
 """Ops with float inputs that the converter reads during the import; these inputs do not become weights."""

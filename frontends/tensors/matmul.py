@@ -182,7 +182,10 @@ def rms_norm(x: Tensor, axes: int, weight: Tensor | None = None, eps: float = 1e
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalise each of `groups` groups of consecutive channels to mean 0 and variance 1; x: [images, channels, ...]."""
+    """Normalise each of `groups` groups of consecutive channels to mean 0 and variance 1.
+
+    `x` is [images, channels, ...]. A weight and a bias per channel follow.
+    """
     n = x.shape[0]
     runs = reshape(x, (n, groups, prod(x.shape[1:]) // groups))
     out = reshape(as_tensor(ops.norm(runs.value, eps=float(eps))), x.shape)

@@ -1,4 +1,4 @@
-"""Converters of ATen's convolutions, poolings and interpolations."""
+"""Converters of ATen's convolutions, pooling and interpolations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .calls import OpConverter
 
 
 def as_ints_per_axis(x: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return one number for each of `count` axes."""
+    """Return one integer for each of `count` axes; a single integer is repeated."""
     values = (x,) if isinstance(x, int) else tuple(x)
     return values * count if len(values) == 1 else values
 
 
 def as_symmetric_pads(pads: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a pair of equal pads for each axis."""
+    """Return each pad as a pair (before, after) of equal numbers."""
     return [(p, p) for p in pads]
 
 
@@ -42,9 +42,9 @@ def convolution(
 
 
 def make_max_pool_converter(n: int, places: bool = False) -> OpConverter:
-    """Return the converter of a max pooling over the last `n` axes.
+    """Make the converter of a max pooling over the last `n` axes.
 
-    With `places` the op also returns indices, which only training needs; the converter returns None for them.
+    With `places` the ATen op also returns indices, which only training needs; the converter returns None for them.
     """
 
     def row(
@@ -64,7 +64,7 @@ def make_max_pool_converter(n: int, places: bool = False) -> OpConverter:
 
 
 def make_average_pool_converter(n: int) -> OpConverter:
-    """Return the converter of an average pooling over the last `n` axes."""
+    """Make the converter of an average pooling over the last `n` axes."""
 
     def row(
         x: Tensor,
@@ -83,7 +83,7 @@ def make_average_pool_converter(n: int) -> OpConverter:
 
 
 def make_adaptive_average_pool_converter(n: int) -> OpConverter:
-    """Return the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
+    """Make the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
 
     def row(x: Tensor, sizes: Any) -> Tensor:
         output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
@@ -93,7 +93,7 @@ def make_adaptive_average_pool_converter(n: int) -> OpConverter:
 
 
 def make_nearest_upsample_converter(mode: str) -> OpConverter:
-    """Return the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
+    """Make the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
 
     Its overloads are (size, scales), and (size) with one scale for each axis.
     """
@@ -107,7 +107,7 @@ def make_nearest_upsample_converter(mode: str) -> OpConverter:
 
 
 def make_smooth_upsample_converter(mode: str) -> OpConverter:
-    """Return the converter of a linear or cubic upsampling (`mode`), which has ``align_corners``."""
+    """Make the converter of an upsampling with ``align_corners``; `mode` is ``linear`` or ``cubic``."""
 
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales

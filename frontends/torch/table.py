@@ -1,4 +1,4 @@
-"""The op table of PyTorch programs: one row for each ATen op, with the converter of its calls.
+"""The op table of PyTorch programs: the converter of each ATen op.
 
 A converter gets the arguments of the ATen op, with tensors as `Tensor`. The importer casts its results to the dtypes of
 PyTorch, so a converter does not handle dtypes. The importer drops layouts, devices and memory formats.
@@ -30,10 +30,10 @@ _UNARY_OPS: Mapping[str, Callable[..., Any]] = {
     "acosh": ops.arccosh,
     "atanh": ops.arctanh,
 }
-"""ATen ops of one operand with an equal op of hocket."""
+"""Ops of hocket by the ATen op of one operand that has the same meaning."""
 
 _IDENTITY_OPS = ("clone", "alias", "detach", "_to_copy", "to", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as")
-"""ATen ops that return their operand, except for its dtype."""
+"""ATen ops that return their operand, possibly in another dtype."""
 _RESHAPE_OPS = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias")
 """ATen ops that change only the shape."""
 
