@@ -11,7 +11,7 @@ from ..frontends.generation.sampling import Sampling
 from ..graph.lazy_dataclass import dataclass
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-"""Host names of the machine itself, which the Host check allows."""
+"""Host names of this machine, which the check of the Host header permits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class ServerOptions:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine reach the addresses."""
+        """Whether all addresses are loopback addresses, which only programs of this machine can reach."""
         return all(map(_is_loopback, self.hosts))
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The addresses, without brackets."""
+        """The addresses in `host`, without brackets."""
         return tuple(host.strip().strip("[]") for host in self.host.split(","))
 
 

@@ -91,7 +91,7 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
 
 
 def make_constant_like_converter(value: float) -> OpConverter:
-    """Make the converter of an op that returns a float32 constant with the shape of its operand, such as ``ones_like``."""
+    """Make the converter of an op that returns float32 constants of its operand's shape, such as ``ones_like``."""
     return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
 

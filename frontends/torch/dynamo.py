@@ -63,8 +63,8 @@ def compile_graph(
 class CompiledGraph:
     """A captured graph that is exported and planned at the first call with each combination of shapes and numbers.
 
-    Dynamo passes some Python numbers as tensors; each value of such a number needs its own program. Dynamo also calls one
-    graph for several modules of a class, so parameters are arguments of a call.
+    Dynamo passes some Python numbers as tensors; each value of such a number needs its own program. Dynamo also calls
+    one graph for several modules of a class, so parameters are arguments of a call.
     """
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class CompiledGraph:
         return self.runners[key](_remove_scalars(args, numbers) if numbers else args)
 
     def _load_graph(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
-        """Build the function that runs calls with these shapes and numbers, by hocket, in segments, or by PyTorch alone."""
+        """Build the function that runs calls with these shapes: by hocket, in segments, or by PyTorch alone."""
         module = _with_scalar_constants(self.module, numbers) if numbers else self.module
         args = _remove_scalars(args, numbers)
         try:

@@ -120,7 +120,7 @@ def has_table_row(node: Node) -> bool:
 
 
 def has_pytorch_sort_order(node: Node) -> bool:
-    """Whether hocket orders equal entries as PyTorch does in a sort node, or no result depends on their order.
+    """Whether a sort node orders equal entries as PyTorch does, or no result depends on their order.
 
     Without ``stable=True`` PyTorch sorts 17 or more entries by an algorithm that does not keep the order of equal
     entries. True for any other node.
@@ -185,8 +185,7 @@ class _ProgramImporter:
     def _add_leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
         """Add the leaf of a placeholder node: an argument, a parameter, a buffer or a constant.
 
-        A buffer that the program changes becomes a state. Another buffer is a constant; a large one becomes a weight at its
-        first use. `changed` has the names of changed buffers and arguments.
+        A changed buffer becomes a state. Another buffer is a constant; a large one becomes a weight at its first use.
         """
         kind = spec.kind.name
         if kind == "USER_INPUT":
@@ -223,10 +222,7 @@ class _ProgramImporter:
         self.values[node] = Tensor(leaf(node.name, stored_shape(shape), dtype), shape, truth)
 
     def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
-        """Add a weight for a tensor and return it.
-
-        Tensors of equal address, shape and strides share one weight.
-        """
+        """Add a weight for a tensor and return it; tensors of equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.weight_by_memory:
             return self.weight_by_memory[key]
@@ -242,8 +238,8 @@ class _ProgramImporter:
     def _require_rows(self) -> None:
         """Raise `MissingRowsError` with all ops that the op table lacks, except for calls that are constant-folded.
 
-        PyTorch runs such ops on results of hocket. An op that reads the memory of a result would read a wrong layout, so it
-        raises `ModelError`.
+        PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
+        would read a wrong layout.
         """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported_program.graph.nodes:
@@ -322,7 +318,7 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------ results
 
     def _finish_program(self) -> Program:
-        """Build the graph from the outputs and the changed buffers, and return the program with its arguments and results."""
+        """Build the graph from the outputs and the changed buffers, and return it as a program."""
         signature = self.exported_program.graph_signature
         (output,) = (n for n in self.exported_program.graph.nodes if n.op == "output")
         outputs: dict[str, Value] = {}
@@ -398,11 +394,7 @@ def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tu
 
 
 def _require_static_shape(where: object, value: Any) -> tuple[int, ...]:
-    """Return the shape of a value of FX node `where`.
-
-    Raises:
-        ModelError: The shape is symbolic.
-    """
+    """Return the shape of a value; raise `ModelError` if the shape is symbolic."""
     if not all(isinstance(n, int) for n in value.shape):
         why = "depends on numbers; mask entries instead of choosing them" if "u" in str(value.shape) else "varies"
         raise ModelError(f"%{where} has a shape that {why}; export the program without dynamic_shapes")

@@ -63,7 +63,7 @@ class _ParameterBinding:
 
 
 class ParameterBindings:
-    """A planned program with one executor for each set of parameters; all executors share the arena."""
+    """A planned program with one executor for each set of parameters; all executors share the memory of values."""
 
     def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
         self.program, self.plan, self.module = program, plan, module
@@ -91,7 +91,7 @@ class ParameterBindings:
         return binding.runner
 
     def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
-        """Build an executor over a set of parameters, which is forgotten when one of them is deleted."""
+        """Build an executor that is bound to a set of parameters, and delete it when one of them is deleted."""
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
         store = self.store.in_turn()
         self._load_parameters(store, parameters)
