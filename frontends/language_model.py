@@ -132,9 +132,9 @@ class Model:
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
-        """Return an iterator over the tokens that continue `prompt`, each with its text and its probability.
+        """Return an iterator over the tokens that continue `prompt`, each with its text and its log probability.
 
-        The last one may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
+        The last token may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
 
         >>> first = next(model.tokens("It is a truth", temperature=0))
         >>> first.text, round(first.logprob, 1)
@@ -258,7 +258,7 @@ class Model:
         return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
     def _make_decoder(self, lease: SessionLease, params: GenerationParams) -> speculative.SpeculativeDecoder | None:
-        """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
+        """Make the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
         if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
         if params.pinned_tokens is not None:
@@ -412,7 +412,7 @@ class Model:
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
-        """Return the table that a notebook shows."""
+        """Return the HTML table of the model that a notebook shows."""
         model = self._model
         rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
         if self._first is None:

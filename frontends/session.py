@@ -168,7 +168,7 @@ class Session:
         hidden: bool = False,
         reversible: bool = False,
     ) -> list[F32]:
-        """Append new tokens to each sequence and return the logits of each sequence.
+        """Append new tokens to each sequence, and return the logits of each sequence.
 
         Raises `ModelError` if a sequence would exceed the context; nothing is changed then.
 
@@ -195,7 +195,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
-        """Build the plans and kernels for `tokens` more tokens of sequence 0, `behind` tokens after its present end."""
+        """Build plans and kernels for `tokens` more tokens of sequence 0, which begin `behind` tokens after its end."""
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
@@ -225,12 +225,12 @@ class Session:
         return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
-        """Return whether chunks run pipelined: no chunk needs results of the previous one, and nothing watches."""
+        """Whether chunks run pipelined: on several stages, without MTP blocks, watch, trace or reversible step."""
         alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
     def choose_chunk_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
-        """Return the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
+        """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_equally(tokens, self.batch)
         return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, self._plan_chunk)
@@ -263,15 +263,15 @@ class Session:
         return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def bind_chunks(self, reading: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
-        """Return the bound plan and the inputs of each chunk, for the pipelined runs of the scheduler."""
+        """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
 
     def has_pipelines(self, reading: ChunkedPrefill) -> bool:
-        """Return whether every step of a chunked prefill is already bound to a pipeline."""
+        """Whether every step of a chunked prefill is already bound for pipelined runs."""
         return all(step in self._pipelines for step in reading.steps)
 
     def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
-        """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
+        """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
         self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
         return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
 
@@ -284,7 +284,7 @@ class Session:
         self.lengths, self.recent = advance_lengths(part, self.lengths, self.recent, self.model.history_token_count)
 
     def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
-        """Raise `ModelError` for tokens that `evaluate` refuses. `first` is the number of sequence 0 in messages."""
+        """Raise `ModelError` for tokens that `evaluate` refuses; `first` is the number of sequence 0 in messages."""
         if self.model.is_encoder and not hidden:
             what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
             raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
@@ -300,7 +300,7 @@ class Session:
                 )
 
     def is_cache(self, name: str) -> bool:
-        """Return whether a state has one row per cell of each sequence, not one entry per sequence."""
+        """Whether a state is a cache, with one row per cell of each sequence, not one entry per sequence."""
         return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
@@ -310,7 +310,7 @@ class Session:
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions with the states of the sequences; a `MicroBatchedSession` has several."""
+        """The sessions that have the states of the sequences: only this one; a `MicroBatchedSession` has several."""
         return (self,)
 
     @property
@@ -325,7 +325,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
     def make_step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
-        """Return the step for a bucket of `tokens` new tokens, up to `length`; `gives` is a `Step.output_kind`."""
+        """Return the step of `tokens` new tokens in the context bucket of `length`; `gives` is a `Step.output_kind`."""
         return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
 
     def _step_of(
@@ -337,7 +337,7 @@ class Session:
         )
 
     def _round_up_context(self, length: int) -> int:
-        """Return the context bucket of a run after which the longest sequence has `length` tokens."""
+        """Return the context bucket for the longest sequence, which has `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
@@ -348,12 +348,12 @@ class Session:
         return self._step_of(room, length, outputs, gives, reversible)
 
     def _round_up_tokens(self, tokens: int) -> int:
-        """Return the token bucket of a run; with a value watch the exact count, since statistics skip padding."""
+        """Return the token bucket of a run; with a value watch the exact count, because statistics skip padding."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
-        """Return the plan of a step over the present layout of weights and states, with watched values as outputs."""
+        """Return the plan of a step in the model layout, with watched values as outputs; the first call builds it."""
         if step == self._full_step and self.watch is None:
             return self._layout_plan
         if step not in self._plans:
@@ -368,7 +368,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
-        """Append tokens in one step, and compare each value with the same op on another device."""
+        """Append tokens in one step, and yield the difference of each value from the same op on another device."""
         new = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([new])
@@ -382,7 +382,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
-        """Return the plan of a step, bound to the memory of this session; the first call binds it."""
+        """Return the executor of a step: its plan, bound to the memory of this session; the first call binds it."""
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
@@ -407,7 +407,7 @@ class Session:
 
     @contextmanager
     def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
-        """Time every instruction of the runs in this context; the first run may raise `PlanError`."""
+        """Trace the time of every instruction of the runs in this context; the first run may raise `PlanError`."""
         from ..scheduler import Trace
 
         before, trace = self.trace, trace or Trace()
@@ -430,7 +430,7 @@ class Session:
 
     @property
     def planned_steps(self) -> tuple[Step, ...]:
-        """The steps that are bound so far."""
+        """The steps that have an executor so far."""
         return (*self._executors,)
 
     def reset(self, sequence: int) -> None:

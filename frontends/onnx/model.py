@@ -304,7 +304,7 @@ class _ModelImporter:
                 self.weight_names.add(name)
 
     def _add_result(self, name: str, result: Tensor) -> None:
-        """Store a result under its name, cast to the dtype of the ONNX value."""
+        """Store the result of a node under its value name, cast to the dtype of the ONNX value."""
         if name in self.dtype_names:
             result = cast(result, *find_dtype(self.dtype_names[name], name))
         if result.constant is not None:

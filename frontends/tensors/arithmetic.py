@@ -22,7 +22,7 @@ BinaryOp = Callable[[Value, Value], Value]
 def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
     """Return the operand unchanged; the importer casts it to the dtype of the result.
 
-    It converts framework ops such as `clone`, `contiguous` and `dropout`. Further arguments are ignored.
+    It converts framework ops such as ``clone``, ``Identity`` and ``Cast``. Further arguments are ignored.
     """
     return x
 

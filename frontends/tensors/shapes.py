@@ -137,7 +137,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def squeeze(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """Remove the axes of size 1: all of them, or only those in `axes`."""
+    """Remove the axes of size 1: all of them, or only the given `axes`."""
     chosen = range(x.rank) if axes is None else {x.axis(a) for a in axes}
     return reshape(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in chosen])
 
