@@ -25,9 +25,9 @@ CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 """Dtypes that KV caches may have."""
 
 
-def make_dtype_kind(types: Mapping[str, DType]) -> ArgumentKind:
+def make_dtype_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
     """Make the argument kind (a validator) that accepts the names of the given dtypes."""
-    return ArgumentKind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
+    return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
 
 GROUP_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(

@@ -46,7 +46,7 @@ def plan_model_layout(
     first_step: Step,
     largest_step: Step,
     *,
-    may_follow: bool,
+    can_pipeline: bool,
 ) -> Plan:
     """Choose the model layout, and return it as the plan of `first_step`; all other plans keep this layout.
 
@@ -61,7 +61,7 @@ def plan_model_layout(
         graph_of: Builds the graph of a step.
         first_step: The step that reads all weights.
         largest_step: The step that needs the most memory.
-        may_follow: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
+        can_pipeline: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
     """
     asked, one = resolve_devices(on, world), graph_of(first_step)
     cells = max(first_step.cells, min(ASSUMED_PROMPT_TOKENS, first_step.context))
@@ -71,7 +71,7 @@ def plan_model_layout(
 
     use = (
         make_workload(graph_with, first_step.sequences, first_step.context)
-        if may_follow and on.split_mode == "auto" and len(asked) > 1
+        if can_pipeline and on.split_mode == "auto" and len(asked) > 1
         else None
     )
 

@@ -32,12 +32,12 @@ def make_checkpoint(session: Session) -> SessionCheckpoint:
         return SessionCheckpoint(tuple(session.lengths), tuple(session.recent), states)
 
 
-def restore_checkpoint(session: Session, mark: SessionCheckpoint) -> None:
+def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
     """Reset a session to one of its checkpoints."""
     with session.store.turn:
-        for name, array in mark.states.items():
+        for name, array in checkpoint.states.items():
             session.store.state(name)[...] = array
-        session.lengths, session.recent = list(mark.lengths), list(mark.recent)
+        session.lengths, session.recent = list(checkpoint.lengths), list(checkpoint.recent)
 
 
 def rewind_last_step(session: Session, token_count: int) -> None:

@@ -149,8 +149,8 @@ def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, np
     return header, {name.removeprefix("state/"): array for name, array in states.items()}
 
 
-def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
-    """Read the members of a zip archive of `size` bytes, by name.
+def _read_archive(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
+    """Read the members of a zip archive of `file_bytes` bytes, by name.
 
     Raises:
         ValueError: `numpy.savez` did not write the archive.
@@ -160,7 +160,7 @@ def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
             entries = archive.infolist()
             if any(entry.compress_type != ZIP_STORED or entry.flag_bits & 1 for entry in entries):
                 raise ValueError("its arrays are compressed or encrypted")
-            if sum(entry.file_size for entry in entries) > size:
+            if sum(entry.file_size for entry in entries) > file_bytes:
                 raise ValueError("its arrays are larger than the file")
             if len({entry.filename for entry in entries}) < len(entries):
                 raise ValueError("it holds two arrays of one name")

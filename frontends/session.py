@@ -122,9 +122,9 @@ class Session:
         self.group: list[tuple[Backend, Device]]  # mode `none` may use fewer devices
         if like is None:
             largest = self.make_step(next_power_of_two(self.batch), self.context, sequences)
-            may_follow = model.is_causal and not model.mtp_block_count and watch is None
+            can_pipeline = model.is_causal and not model.mtp_block_count and watch is None
             self._layout_plan = plan_model_layout(
-                on, self.world, self._rules, self._graph, self._full_step, largest, may_follow=may_follow
+                on, self.world, self._rules, self._graph, self._full_step, largest, can_pipeline=can_pipeline
             )
             self.group = self._layout_plan.group
             self._speeds = agree_on_speeds(self.group, self.world)
@@ -229,11 +229,11 @@ class Session:
         alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
-    def choose_chunk_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
-        """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
+    def choose_chunk_sizes(self, tokens: int, past_tokens: int, reversible: bool = False) -> tuple[int, ...]:
+        """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_equally(tokens, self.batch)
-        return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, self._plan_chunk)
+        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._round_up_context, self._plan_chunk)
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
         return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
@@ -262,26 +262,26 @@ class Session:
             inputs.append(self.model.inputs(steps[-1], batch))
         return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
-    def bind_chunks(self, reading: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+    def bind_chunks(self, prefill: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
         """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
-        return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
+        return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
-    def has_pipelines(self, reading: ChunkedPrefill) -> bool:
+    def has_pipelines(self, prefill: ChunkedPrefill) -> bool:
         """Whether every step of a chunked prefill is already bound for pipelined runs."""
-        return all(step in self._pipelines for step in reading.steps)
+        return all(step in self._pipelines for step in prefill.steps)
 
-    def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+    def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
-        self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
-        return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
+        self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
+        return prefill.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
 
     def make_empty_rows(self, hidden: bool) -> F32:
         """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
-    def advance_by(self, part: PrefillChunk) -> None:
+    def advance_by(self, chunk: PrefillChunk) -> None:
         """Add the tokens of a chunk to the lengths and the recent tokens of the sequences."""
-        self.lengths, self.recent = advance_lengths(part, self.lengths, self.recent, self.model.history_token_count)
+        self.lengths, self.recent = advance_lengths(chunk, self.lengths, self.recent, self.model.history_token_count)
 
     def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
         """Raise `ModelError` for tokens that `evaluate` refuses; `first` is the number of sequence 0 in messages."""
@@ -323,10 +323,10 @@ class Session:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_sequence_state, self.store.states))
 
-    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
-    def make_step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
-        """Return the step of `tokens` new tokens in the context bucket of `length`; `gives` is a `Step.output_kind`."""
-        return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
+    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, kind=TEXT | NONE, block=NATURAL)
+    def make_step(self, tokens: int, length: int, outputs: int = 1, kind: str | None = None, block: int = 0) -> Step:
+        """Return the step of `tokens` new tokens in the context bucket of `length`; `kind` is its `output_kind`."""
+        return self._step_of(tokens, length, outputs, kind or self._gives, turn=block)
 
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0

@@ -200,14 +200,14 @@ def _require_fit(step: Step, batch: Batch) -> None:
 
 @lru_cache(maxsize=64)
 def _build_count_inputs(
-    step: Step, counts: tuple[int, ...], taps: int, last_only: bool
+    step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
     """Build the read-only inputs that depend only on the counts of new tokens; they repeat from token to token."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if last_only:
-        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
+        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(new_token_counts)])
     if taps:
-        column = np.array(counts, np.int32)[:, None]
+        column = np.array(new_token_counts, np.int32)[:, None]
         arrays["valid"] = (np.arange(step.tokens) < column).astype(np.float32)[:, :, None]
         arrays["conv_rows"] = column + np.arange(taps - 1, dtype=np.int32)
     for array in arrays.values():

@@ -27,9 +27,9 @@ class StepStatistics:
     statistics: Mapping[str, Statistics]
 
     @classmethod
-    def from_arrays(cls, values: Mapping[str, Array], first: int, tokens: int) -> StepStatistics:
-        """Compute the statistics of the arrays of a step, which ran `tokens` tokens from position `first` on."""
-        return cls(first, tokens, {name: Statistics.of(array) for name, array in values.items()})
+    def from_arrays(cls, arrays: Mapping[str, Array], first_position: int, token_count: int) -> StepStatistics:
+        """Compute the statistics of the arrays of a step; `first_position` is the position of its first token."""
+        return cls(first_position, token_count, {name: Statistics.of(array) for name, array in arrays.items()})
 
     def format_lines(self) -> Iterator[str]:
         """Yield the lines of a table with one row per value."""
@@ -73,11 +73,11 @@ class ValueWatch:
 
         return with_observed_values(graph, select_matching_values(graph, self.pattern))
 
-    def report_step(self, outputs: Mapping[str, Array], first: int, tokens: int) -> None:
+    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
         """Call the callback `see` with the statistics of the watched values among the outputs of a step."""
         from ..scheduler import select_observed_outputs
 
-        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first, tokens))
+        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first_position, token_count))
 
 
 if not TYPE_CHECKING:

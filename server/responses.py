@@ -36,13 +36,13 @@ class JsonResponse(Response):
         return JSON_ENCODER.encode(content)
 
 
-async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str, str]]:
+async def read_body(request: Request, body_type: type[Body]) -> tuple[Body, dict[str, str]]:
     """Decode the body of a request, and return it with the headers that name its ignored fields.
 
     Raises:
         ApiError: The body does not match the schema.
     """
-    body, ignored = decode_body(await request.body(), kind)
+    body, ignored = decode_body(await request.body(), body_type)
     headers: dict[str, str] = {}
     add_ignored(headers, ignored)
     return body, headers

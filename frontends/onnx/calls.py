@@ -85,9 +85,11 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     return arith.power(a, b)
 
 
-def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, *, min: Any = None, max: Any = None) -> Any:
+def clip(
+    x: Tensor, min_input: Tensor | None = None, max_input: Tensor | None = None, *, min: Any = None, max: Any = None
+) -> Any:
     """Convert ``Clip``: clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
-    return arith.clamp(x, low if low is not None else min, high if high is not None else max)
+    return arith.clamp(x, min_input if min_input is not None else min, max_input if max_input is not None else max)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -189,17 +191,17 @@ def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num
 
 
 def slice_(
-    x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
-    ends: Any = None, axes: Any = None,
+    x: Tensor, starts_input: Any = None, ends_input: Any = None, axes_input: Any = None, steps_input: Any = None, *,
+    starts: Any = None, ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
     """Convert ``Slice``: slice axes with steps.
 
     Bounds and axes are inputs (newer opsets) or attributes (older ones).
     """
-    begin = as_integers(first if starts is None else starts) or []
-    end = as_integers(last if ends is None else ends) or []
-    at = as_integers(over if axes is None else axes) or list(range(len(begin)))
-    steps = as_integers(by) or [1] * len(begin)
+    begin = as_integers(starts_input if starts is None else starts) or []
+    end = as_integers(ends_input if ends is None else ends) or []
+    at = as_integers(axes_input if axes is None else axes) or list(range(len(begin)))
+    steps = as_integers(steps_input) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.axis(a)]
         if step < 0:  # -1 is the index before the first entry here
@@ -211,7 +213,7 @@ def slice_(
 
 
 def pad(
-    x: Tensor, pads_input: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
+    x: Tensor, pads_input: Any = None, fill: Tensor | None = None, axes_input: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Convert ``Pad``: pad axes with a value or by a mode.
@@ -219,7 +221,7 @@ def pad(
     The pads are an input (newer opsets) or an attribute (older ones).
     """
     flat = as_integers(pads_input if pads is None else pads) or []
-    at = [x.axis(a) for a in (as_integers(over) or range(x.rank))]
+    at = [x.axis(a) for a in (as_integers(axes_input) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
     ends = [(0, 0)] * x.rank

@@ -27,24 +27,24 @@ def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
     return x
 
 
-def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, truth: bool = False) -> Tensor:
+def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, is_commutative: bool = False, is_bool: bool = False) -> Tensor:
     """Apply a binary graph op to two tensors of one dtype, with mutual broadcasting.
 
     Args:
         op: An op that broadcasts its second operand to the first one.
         a: The first operand.
         b: The second operand.
-        either: Whether the op is commutative, so that the operands may be swapped.
-        truth: Whether the result is boolean.
+        is_commutative: Whether the op is commutative, so that the operands may be swapped.
+        is_bool: Whether the result is boolean.
     """
     shape = np.broadcast_shapes(a.shape, b.shape)
-    if either and a.shape != shape and b.shape == shape:
+    if is_commutative and a.shape != shape and b.shape == shape:
         a, b = b, a
     a = expand(a, shape)
     if a.exceeds_max_rank and b.shape != shape and math.prod(b.shape) != 1:
         b = expand(b, shape)
     other = ops.reshape(b.value, shape=()) if a.exceeds_max_rank and math.prod(b.shape) == 1 else b.value
-    return as_tensor(op(a.value, other), shape, truth)
+    return as_tensor(op(a.value, other), shape, is_bool)
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,9 @@ def _apply_integer_op(kind: str, a: Operand, b: Operand) -> Tensor:
     first, second = _promote_pair(a, b)
     if first.is_bool:
         first, second = cast(first, DType.I64), cast(second, DType.I64)
-    return _apply_binary(lambda x, y: ops.calculate(x, y, kind=kind), first, second, either=kind in _COMMUTATIVE_KINDS)
+    return _apply_binary(
+        lambda x, y: ops.calculate(x, y, kind=kind), first, second, is_commutative=kind in _COMMUTATIVE_KINDS
+    )
 
 
 _COMMUTATIVE_KINDS = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
@@ -102,7 +104,7 @@ def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
         return scale_and_shift(a, 1.0, float(b))
     if is_real(b) and _is_plain_number(a):
         return scale_and_shift(b, 1.0, float(a))
-    return _apply_binary(ops.add, *_promote_pair(a, b), either=True)
+    return _apply_binary(ops.add, *_promote_pair(a, b), is_commutative=True)
 
 
 def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
@@ -127,7 +129,7 @@ def mul(a: Operand, b: Operand) -> Tensor:
         return scale_and_shift(a, float(b))
     if is_real(b) and _is_plain_number(a):
         return scale_and_shift(b, float(a))
-    return _apply_binary(ops.mul, *_promote_pair(a, b), either=True)
+    return _apply_binary(ops.mul, *_promote_pair(a, b), is_commutative=True)
 
 
 def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
@@ -225,7 +227,7 @@ def maximum(a: Operand, b: Operand) -> Tensor:
         return logical_or(first, second)
     if first.is_integer:
         return _apply_integer_op("max", first, second)
-    return _apply_binary(ops.maximum, first, second, either=True)
+    return _apply_binary(ops.maximum, first, second, is_commutative=True)
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
@@ -235,7 +237,7 @@ def minimum(a: Operand, b: Operand) -> Tensor:
         return logical_and(first, second)
     if first.is_integer:
         return _apply_integer_op("min", first, second)
-    return _apply_binary(ops.minimum, first, second, either=True)
+    return _apply_binary(ops.minimum, first, second, is_commutative=True)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
@@ -264,20 +266,20 @@ def compare(kind: str, a: Operand, b: Operand) -> Tensor:
     shape = np.broadcast_shapes(first.shape, second.shape)
     if first.shape != shape and second.shape == shape:
         first, second, kind = second, first, swapped_kind
-    return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, truth=True)
+    return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, is_bool=True)
 
 
 def as_bool(x: Operand) -> Tensor:
     """Convert an operand to booleans: true for non-zero elements."""
-    return cast(x, DType.F32, truth=True) if isinstance(x, Tensor) else constant_tensor(np.asarray(bool(x)))
+    return cast(x, DType.F32, is_bool=True) if isinstance(x, Tensor) else constant_tensor(np.asarray(bool(x)))
 
 
 def logical_and(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.mul, as_bool(a), as_bool(b), either=True, truth=True)
+    return _apply_binary(ops.mul, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_or(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.maximum, as_bool(a), as_bool(b), either=True, truth=True)
+    return _apply_binary(ops.maximum, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_xor(a: Operand, b: Operand) -> Tensor:

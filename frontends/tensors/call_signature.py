@@ -27,18 +27,18 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 """The dtype of a value and whether it is boolean, by the dtype names of NumPy and PyTorch."""
 
 
-def find_dtype(name: str, where: object) -> tuple[DType, bool]:
+def find_dtype(name: str, value_name: object) -> tuple[DType, bool]:
     """Return the hocket dtype of a NumPy or PyTorch dtype name, and whether it is boolean.
 
     Args:
         name: The dtype name, such as ``float32``.
-        where: The value of this dtype, for the error message.
+        value_name: The value of this dtype, for the error message.
 
     Raises:
         ModelError: hocket has no such dtype.
     """
     if name not in DTYPES_BY_NAME:
-        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
+        raise ModelError(f"%{value_name} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
     return DTYPES_BY_NAME[name]
 
 

@@ -149,9 +149,9 @@ def max_pool(
     pads: Sequence[tuple[int, int]],
     dilation: Sizes,
     ceil_mode: bool = False,
-    places: bool = False,
+    returns_indices: bool = False,
 ) -> Tensor:
-    """Return the largest entry of each window, or with `places` its index in the window."""
+    """Return the largest entry of each window, or with `returns_indices` its index in the window."""
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
@@ -159,7 +159,7 @@ def max_pool(
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
         parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
         rows = permute(parts, (0, 2, 1, 3))
-        best = argmax(rows, -1) if places else as_tensor(ops.reduce(rows.value, kind="max"))
+        best = argmax(rows, -1) if returns_indices else as_tensor(ops.reduce(rows.value, kind="max"))
         return reshape(best, (*x.shape[:2], *counts))
 
     return _apply_pooling(x, pool, len(size))

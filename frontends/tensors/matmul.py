@@ -120,9 +120,9 @@ def attention(
     return reshape(as_tensor(permute_value(out, order)), (*batch, heads, t, v.shape[-1]))
 
 
-def combine_masks(mask: Tensor, seen: np.ndarray) -> Tensor:
-    """Return an attention mask that also forbids the scores where `seen` is false."""
-    return where(constant_tensor(seen), mask, False if mask.is_bool else -math.inf)
+def combine_masks(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
+    """Return an attention mask that also forbids the scores where `is_permitted` is false."""
+    return where(constant_tensor(is_permitted), mask, False if mask.is_bool else -math.inf)
 
 
 def _clamp_mask(mask: Tensor) -> Tensor:

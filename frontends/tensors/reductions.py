@@ -31,10 +31,10 @@ def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
     return reshape(ordered, (*ahead, last) if len(ahead) < 5 else (prod(ahead), last)).value
 
 
-def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, truth_value: bool = False) -> Tensor:
-    """Reshape the reduced rows of `merge_axes_last` to the result shape of a reduction of `x` over `axes`."""
+def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, is_bool: bool = False) -> Tensor:
+    """Reshape the reduced rows of `merge_axes_into_last` to the result shape of a reduction of `x` over `axes`."""
     shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
-    return reshape(as_tensor(value, None, truth_value), shape)
+    return reshape(as_tensor(value, None, is_bool), shape)
 
 
 def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:

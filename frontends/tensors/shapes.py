@@ -101,10 +101,10 @@ def transpose(x: Tensor, first: int, second: int) -> Tensor:
     return permute(x, axes)
 
 
-def move_axis(x: Tensor, axis: int, to: int) -> Tensor:
-    """Return `x` with one axis moved to the position `to`."""
+def move_axis(x: Tensor, axis: int, position: int) -> Tensor:
+    """Return `x` with one axis moved to the position `position`."""
     axes = [a for a in range(x.rank) if a != x.axis(axis)]
-    axes.insert(x.axis(to), x.axis(axis))
+    axes.insert(x.axis(position), x.axis(axis))
     return permute(x, axes)
 
 
@@ -185,10 +185,10 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
     return reshape(slice_range(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
-def take(x: Tensor, axis: int, entries: np.ndarray) -> Tensor:
+def take(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
     """Return the entries of one axis at constant indices; at most four consecutive ranges become slices."""
     at, n = x.axis(axis), x.shape[x.axis(axis)]
-    ids = np.asarray(entries, np.int64)
+    ids = np.asarray(indices, np.int64)
     ids = np.where(ids < 0, ids + n, ids)
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     if len(ids) and len(breaks) < 4:

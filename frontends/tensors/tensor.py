@@ -71,11 +71,11 @@ def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 
-def as_tensor(value: Value, shape: Sequence[int] | None = None, truth: bool = False) -> Tensor:
-    """Wrap a graph value as a tensor of `shape`, by default of its own shape; `truth` marks booleans."""
+def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = False) -> Tensor:
+    """Wrap a graph value as a tensor of `shape`, by default of its own shape; `is_bool` marks booleans."""
     full_shape = value.shape if shape is None else tuple(shape)
     value_shape = stored_shape(full_shape)
-    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, truth)
+    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
 def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
@@ -127,9 +127,9 @@ def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
     return constant_tensor(np.asarray(x, np.float32))
 
 
-def cast(x: Tensor, dtype: DType, truth: bool = False) -> Tensor:
-    """Convert a tensor to another dtype, or with `truth` to booleans (true for non-zero entries)."""
-    if truth:
+def cast(x: Tensor, dtype: DType, is_bool: bool = False) -> Tensor:
+    """Convert a tensor to another dtype, or with `is_bool` to booleans (true for non-zero entries)."""
+    if is_bool:
         if x.is_bool:
             return x
         zero = constant_tensor(np.zeros((), x.dtype.storage if x.is_integer else np.float32))

@@ -37,9 +37,9 @@ BENCH_TABLE = Table("llama_bench", TABLE_HEAD, _format_cells)
 """The row format of llama-bench, which scripts of llama.cpp read."""
 
 
-def format_rows(rows: Iterable[Row], form: str, table: Table = BENCH_TABLE) -> Iterator[str]:
+def format_rows(rows: Iterable[Row], format: str, table: Table = BENCH_TABLE) -> Iterator[str]:
     """Yield the lines of benchmark rows in a format of `ROW_FORMATS`, such as ``md`` or ``csv``."""
-    return ROW_FORMATS[form](rows, table)
+    return ROW_FORMATS[format](rows, table)
 
 
 def _format_json(rows: Iterable[Row], table: Table) -> Iterator[str]:

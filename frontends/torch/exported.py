@@ -82,15 +82,15 @@ def from_torch(exported: ExportedProgram) -> Program:
 
 
 def import_program(
-    exported: ExportedProgram, operands: Collection[int] = (), has_row: Callable[[Node], bool] | None = None
+    exported: ExportedProgram, bound_arguments: Collection[int] = (), can_convert: Callable[[Node], bool] | None = None
 ) -> Program:
     """Convert a decomposed program to a graph with its weights.
 
     Args:
         exported: A program of ops in the op table.
-        operands: Indices of the arguments that become weights, which each call binds. An argument that the program
-            changes becomes an input instead.
-        has_row: Returns whether hocket can compute a node. The default accepts each op in the op table.
+        bound_arguments: Indices of the arguments that become weights, which each call binds. An argument that the
+            program changes becomes an input instead.
+        can_convert: Returns whether hocket can compute a node. The default accepts each op in the op table.
 
     Raises:
         ModelError: The program has another node, or a type or a shape that hocket does not support.
@@ -98,7 +98,7 @@ def import_program(
     import torch
 
     with torch.no_grad():
-        return _ProgramImporter(exported, frozenset(operands), has_row or has_table_row).build_program()
+        return _ProgramImporter(exported, frozenset(bound_arguments), can_convert or has_table_row).build_program()
 
 
 def decompose_program(exported: ExportedProgram) -> ExportedProgram:
@@ -236,7 +236,7 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _require_rows(self) -> None:
-        """Raise `MissingRowsError` with all ops that the op table lacks, except for calls that are constant-folded.
+        """Raise `UnsupportedOpsError` with all ops that the op table lacks, except for calls that are constant-folded.
 
         PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
         would read a wrong layout.
@@ -421,13 +421,13 @@ def _is_constant_foldable(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
 
-def _replace_nodes(tree: Any, by: Mapping[Node, Any]) -> Any:
-    """Return the arguments of a call with each FX node replaced by its value in `by`."""
+def _replace_nodes(tree: Any, value_by_node: Mapping[Node, Any]) -> Any:
+    """Return the arguments of a call with each FX node replaced by its value in `value_by_node`."""
     if isinstance(tree, list | tuple):
-        return [_replace_nodes(x, by) for x in tree]
+        return [_replace_nodes(x, value_by_node) for x in tree]
     if isinstance(tree, dict):
-        return {k: _replace_nodes(v, by) for k, v in tree.items()}
-    return by[tree] if type(tree).__name__ == "Node" else tree
+        return {k: _replace_nodes(v, value_by_node) for k, v in tree.items()}
+    return value_by_node[tree] if type(tree).__name__ == "Node" else tree
 
 
 def _cast_results(out: Any, meta: Any, node: Node) -> Any:

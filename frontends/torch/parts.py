@@ -14,12 +14,12 @@ LEAF_NODE_KINDS = ("placeholder", "get_attr", "output")
 """FX node kinds that compute nothing."""
 
 
-def split_program(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
+def split_program(exported: ExportedProgram, can_convert: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
     """Split a decomposed program into consecutive segments that hocket and PyTorch run in turn.
 
     Args:
         exported: A decomposed program.
-        has_row: Returns whether hocket can compute a node.
+        can_convert: Returns whether hocket can compute a node.
 
     Returns:
         A module that calls the segments in order, and the names of the segments that hocket runs.
@@ -35,7 +35,7 @@ def split_program(exported: ExportedProgram, has_row: Callable[[Node], bool]) ->
         if node.target is operator.getitem:  # an entry of a tuple, which a segment cannot return
             parts[node] = parts[node.args[0]]
             continue
-        mine = has_row(node)
+        mine = can_convert(node)
         if not ours or ours[-1] != mine:
             ours.append(mine)
         parts[node] = len(ours) - 1

@@ -41,30 +41,31 @@ def convolution(
     return convolutions.convolution(x, weight, bias, steps, pads, wide, groups)
 
 
-def make_max_pool_converter(n: int, places: bool = False) -> OpConverter:
-    """Make the converter of a max pooling over the last `n` axes.
+def make_max_pool_converter(axis_count: int, with_indices: bool = False) -> OpConverter:
+    """Make the converter of a max pooling over the last `axis_count` axes.
 
-    With `places` the ATen op also returns indices, which only training needs; the converter returns None for them.
+    With `with_indices` the ATen op also returns indices, which only training needs; the converter returns None for
+    them.
     """
 
     def row(
         x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> Any:
-        size = as_ints_per_axis(size, n)
+        size = as_ints_per_axis(size, axis_count)
         rest = (
-            as_ints_per_axis(stride, n) if stride else size,
-            as_symmetric_pads(as_ints_per_axis(padding, n)),
-            as_ints_per_axis(dilation, n),
+            as_ints_per_axis(stride, axis_count) if stride else size,
+            as_symmetric_pads(as_ints_per_axis(padding, axis_count)),
+            as_ints_per_axis(dilation, axis_count),
             ceil_mode,
         )
         best = convolutions.max_pool(x, size, *rest)
-        return (best, None) if places else best  # indices are for training
+        return (best, None) if with_indices else best  # indices are for training
 
     return row
 
 
-def make_average_pool_converter(n: int) -> OpConverter:
-    """Make the converter of an average pooling over the last `n` axes."""
+def make_average_pool_converter(axis_count: int) -> OpConverter:
+    """Make the converter of an average pooling over the last `axis_count` axes."""
 
     def row(
         x: Tensor,
@@ -75,18 +76,21 @@ def make_average_pool_converter(n: int) -> OpConverter:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Tensor:
-        size = as_ints_per_axis(size, n)
-        steps, pads = as_ints_per_axis(stride, n) if stride else size, as_symmetric_pads(as_ints_per_axis(padding, n))
+        size = as_ints_per_axis(size, axis_count)
+        steps, pads = (
+            as_ints_per_axis(stride, axis_count) if stride else size,
+            as_symmetric_pads(as_ints_per_axis(padding, axis_count)),
+        )
         return convolutions.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
 
     return row
 
 
-def make_adaptive_average_pool_converter(n: int) -> OpConverter:
-    """Make the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
+def make_adaptive_average_pool_converter(axis_count: int) -> OpConverter:
+    """Make the converter of an average pooling to given sizes of the last `axis_count` axes; None keeps a size."""
 
     def row(x: Tensor, sizes: Any) -> Tensor:
-        output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
+        output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, axis_count), x.shape[-axis_count:], strict=True)]
         return convolutions.adaptive_average_pool(x, output_sizes)
 
     return row

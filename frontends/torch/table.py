@@ -191,7 +191,7 @@ OP_TABLE: Mapping[str, calls.OpConverter] = MappingProxyType(
         # spatial
         "convolution": spatial.convolution,
         **{f"max_pool{n}d": spatial.make_max_pool_converter(n) for n in (1, 2, 3)},
-        **{f"max_pool{n}d_with_indices": spatial.make_max_pool_converter(n, places=True) for n in (2, 3)},
+        **{f"max_pool{n}d_with_indices": spatial.make_max_pool_converter(n, with_indices=True) for n in (2, 3)},
         **{f"avg_pool{n}d": spatial.make_average_pool_converter(n) for n in (1, 2, 3)},
         **{f"adaptive_avg_pool{n}d": spatial.make_adaptive_average_pool_converter(n) for n in (1, 2, 3)},
         **{f"_adaptive_avg_pool{n}d": spatial.make_adaptive_average_pool_converter(n) for n in (2, 3)},

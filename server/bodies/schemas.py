@@ -314,14 +314,14 @@ def parse_json_object(data: bytes) -> dict[str, object]:
     return body
 
 
-def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """Decode a JSON body to a struct of type `kind`, and return it with the names of its ignored fields.
+def decode_body(data: bytes, body_type: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """Decode a JSON body to a struct of type `body_type`, and return it with the names of its ignored fields.
 
     Raises:
         ApiError: A field is unknown, is unsupported, or has a wrong value; `ApiError.param` names it.
     """
     body = {name: value for name, value in parse_json_object(data).items() if value is not None}
-    known = set(kind.__struct_encode_fields__)
+    known = set(body_type.__struct_encode_fields__)
     ignored = []
     for name in body.keys() - known:
         if is_neutral := NEUTRAL_VALUES.get(name):
@@ -332,7 +332,7 @@ def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         else:
             raise refuse(f"there is no field {name!a:.80} here; leave it out", name[:80])
     try:
-        return msgspec.convert({name: body[name] for name in known & body.keys()}, kind), tuple(sorted(ignored))
+        return msgspec.convert({name: body[name] for name in known & body.keys()}, body_type), tuple(sorted(ignored))
     except RecursionError:
         raise refuse("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
