@@ -59,11 +59,11 @@ COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
-    """Runs batches of new tokens for a fixed number of sequences and keeps the states of the sequences.
+    """Sequences of tokens over one model: runs batches of new tokens and keeps the states of the sequences.
 
     A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
     plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
-    parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
+    parallel. A session made `like` another session uses the devices and weights of that one, and has its own states.
     With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
     No bucket has fewer than `min_tokens` (1) new tokens per sequence.
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
@@ -280,7 +280,7 @@ class Session:
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance_by(self, chunk: PrefillChunk) -> None:
-        """Add the tokens of a chunk to the lengths and the recent tokens of the sequences."""
+        """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
         self.lengths, self.recent = advance_lengths(chunk, self.lengths, self.recent, self.model.history_token_count)
 
     def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
@@ -304,7 +304,7 @@ class Session:
         return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
-        """Return the cells of a sequence in a cache: one per token or token block, or the ring cache."""
+        """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""
         ring = self._token_step.ring_cells(self.model.window_tokens(cache))
         return ring or -(-self.context // self.model.tokens_per_cell(cache))
 
@@ -315,7 +315,7 @@ class Session:
 
     @property
     def sequence_ranges(self) -> tuple[range, ...]:
-        """The numbers of the sequences in each of `sessions`."""
+        """The range of sequence numbers in each of `sessions`."""
         return (range(self.sequences),)
 
     @property

@@ -130,7 +130,7 @@ class RingCache:
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the input arrays of the graph for a step, by name.
+    """Build the input arrays of the graph for a step from a batch, by input name.
 
     - ``tokens`` i32[B*T].
     - ``pos`` i32[B, T]: positions, 0 for padding.

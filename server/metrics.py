@@ -51,7 +51,7 @@ class EngineCollector:
 
 
 class ServerMetrics:
-    """The metrics of one server."""
+    """The Prometheus metrics of one server: responses, latencies, embeddings, and the counts of the engine."""
 
     def __init__(self, service: ModelService) -> None:
         self._service, self.start_time = service, time.time()
@@ -139,7 +139,10 @@ def divide(count: float, by: float) -> float:
 
 
 def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]:
-    """Return the object ``timings`` of llama-server. The first token belongs to the prompt, so it has no rate."""
+    """Return the object ``timings`` of llama-server: token counts, milliseconds and rates of a request.
+
+    The first token belongs to the prompt, so it has no rate.
+    """
     read, decoded = timing.prompt_tokens - timing.cached_tokens, max(0, token_count - 1)
     return {
         "cache_n": timing.cached_tokens,

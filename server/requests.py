@@ -162,7 +162,11 @@ class RequestBuilder:
         return tuple(ids)
 
     def _encode(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
-        """Encode a text, after a bound on its characters: no tokenizer reads a text that cannot fit."""
+        """Tokenize a text with `encode`, unless it has too many characters to fit the context.
+
+        Raises:
+            ApiError: The text exceeds the context.
+        """
         tokenizer, context = self._service.tokenizer, self._service.status.context
         if not self._longest_token:
             self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
@@ -322,7 +326,11 @@ class RequestBuilder:
 
 
 def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
-    """Return the JSON schema of a ``response_format``."""
+    """Select the JSON schema that a ``response_format`` asks for.
+
+    Raises:
+        ApiError: The type is unknown, or the schema is missing.
+    """
     if format.type == "json_object":
         return ANY_OBJECT_SCHEMA if format.schema is None else format.schema
     if format.type != "json_schema":

@@ -66,13 +66,13 @@ class UpdateFormatter(Protocol):
     ping: bytes
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events."""
 
     def format_end(self) -> bytes:
-        """Return the last events of the stream, after all choices have ended."""
+        """Format the last events of the stream, after all choices have ended."""
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error that ends the stream."""
+        """Format an error as the event that ends the stream."""
 
 
 class EventStream(Response):

@@ -95,7 +95,7 @@ def _are_integers(a: Operand, b: Operand) -> bool:
 
 
 def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """Return ``a + alpha * b``."""
+    """Return ``a + alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -108,7 +108,7 @@ def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
 
 
 def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """Return ``a - alpha * b``."""
+    """Return ``a - alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -121,7 +121,7 @@ def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
 
 
 def mul(a: Operand, b: Operand) -> Tensor:
-    """Return ``a * b``."""
+    """Return ``a * b``, element-wise."""
     if _are_integers(a, b):
         first, second = _promote_pair(a, b)
         return logical_and(first, second) if first.is_bool else _apply_integer_op("mul", first, second)
@@ -165,7 +165,7 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
 
 
 def power(a: Operand, b: Operand) -> Tensor:
-    """Return ``a ** b``; an integer base with a small positive integer exponent stays an integer."""
+    """Return ``a ** b``, element-wise; an integer base with a small positive integer exponent stays an integer."""
     if isinstance(a, Tensor) and isinstance(b, int) and 0 < b <= 4 and not a.is_bool:
         square = mul(a, a) if a.is_integer else unary(ops.sqr, a)
         return {1: a, 2: square, 3: mul(square, a), 4: mul(square, square)}[b] if b != 1 else a
@@ -182,7 +182,7 @@ def power(a: Operand, b: Operand) -> Tensor:
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """Return ``1 / sqrt(x)``."""
+    """Return ``1 / sqrt(x)`` for each element."""
     return div(1.0, unary(ops.sqrt, x))
 
 
@@ -193,12 +193,12 @@ def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
 
 
 def absolute(x: Tensor) -> Tensor:
-    """Return ``|x|``."""
+    """Return the absolute value of each element."""
     return maximum(x, negative(x)) if x.is_integer else unary(ops.abs_, x)
 
 
 def negative(x: Tensor) -> Tensor:
-    """Return ``-x``."""
+    """Return ``-x`` for each element."""
     return sub(0, x) if x.is_integer else unary(ops.neg, x)
 
 

@@ -102,14 +102,14 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
 
 
 def _show_help(conversation: Conversation, argument: str) -> bool:
-    """this list"""
+    """show this list of commands"""
     write_data("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
     write_data("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 
 def _reset_conversation(conversation: Conversation, argument: str) -> bool:
-    """forget the conversation"""
+    """forget the conversation and start again"""
     conversation.restart()
     return True
 
@@ -156,14 +156,14 @@ def _shift_context(conversation: Conversation, argument: str) -> bool:
 
 
 def _show_stats(conversation: Conversation, argument: str) -> bool:
-    """tokens and rates so far"""
+    """show the token counts and the rates so far"""
     session = conversation.session
     write_data(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
     return True
 
 
 def _end_chat(conversation: Conversation, argument: str) -> bool:
-    """end the talk"""
+    """end the chat"""
     return False
 
 

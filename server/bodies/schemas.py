@@ -77,7 +77,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings that are not empty."""
+        """The stop strings of the request, without empty ones."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
 
@@ -91,7 +91,7 @@ class FunctionBody(msgspec.Struct):
 
 
 class ToolBody(msgspec.Struct):
-    """An entry of ``tools``."""
+    """An entry of ``tools`` in a request body."""
 
     function: FunctionBody
     type: str = "function"
@@ -111,7 +111,7 @@ class NamedTool(msgspec.Struct):
 
 
 class NamedSchema(msgspec.Struct):
-    """The object ``response_format.json_schema``."""
+    """The object ``json_schema`` of a ``response_format``: a JSON schema with its name."""
 
     schema: Objects | bool | None = None
     name: str = ""

@@ -243,7 +243,7 @@ class MessageAnswer:
         }
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events of Anthropic."""
         events: list[bytes] = []
         for update in updates:
             if isinstance(update, Progress):
@@ -269,7 +269,7 @@ class MessageAnswer:
         return b"".join([*events, _format("message_stop")])
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_anthropic(), "error")
 
     def _format_delta(self, delta: Delta) -> list[bytes]:

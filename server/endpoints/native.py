@@ -114,7 +114,7 @@ class NativeAnswer:
         return select_fields(result, self._body.response_fields) if self._body.response_fields else result
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events of llama-server."""
         return b"".join(map(self._format_update, updates))
 
     def format_end(self) -> bytes:
@@ -122,7 +122,7 @@ class NativeAnswer:
         return b""
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> bytes:
@@ -157,7 +157,7 @@ class NativeAnswer:
 
 
 def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[str, object]:
-    """Return the object ``generation_settings`` of llama-server."""
+    """Return the object ``generation_settings`` of llama-server: the sampling parameters of a request."""
     params, sampling = request.params, request.params.sampling
     bias = [
         {"token": token, "bias": None if value == -math.inf else value}  # JSON has no infinity

@@ -93,7 +93,7 @@ class ChatAnswer:
     # ---------------------------------------------------------------------------------------------------------- streams
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the stream chunks for updates."""
+        """Format updates as chunks of a chat completion (server-sent events)."""
         return b"".join(chunk for update in updates for chunk in self._format_update(update))
 
     def format_end(self) -> bytes:
@@ -105,7 +105,7 @@ class ChatAnswer:
         return format_event({**chunk, "timings": describe_timing(finish.timing, finish.token_count)}) + DONE
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> list[bytes]:

@@ -88,7 +88,7 @@ class TextAnswer:
         return {**self._frame, "choices": choices, "usage": self._describe_usage(), "timings": timings}
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the stream chunks for updates."""
+        """Format updates as chunks of a text completion (server-sent events)."""
         return b"".join(map(self._format_update, updates))
 
     def format_end(self) -> bytes:
@@ -98,7 +98,7 @@ class TextAnswer:
         return format_event({**self._frame, "choices": [], "usage": self._describe_usage()}) + DONE
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> bytes:
