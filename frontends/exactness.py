@@ -45,7 +45,7 @@ def build_rewritten_graph(model: Model, rules: Sequence[NodeRewrite], step: Step
 
 
 def relax_exactness(node: Node) -> Sequence[Value] | None:
-    """Return the node without the attribute `exact`, so that backends may round to 16 bits."""
+    """Drop the attribute `exact` of a node, so that backends may round to 16 bits."""
     return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
 
 

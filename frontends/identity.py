@@ -30,10 +30,10 @@ def compute_model_digest(model: Model) -> str:
 
 
 def identify_files(files: Iterable[MappedFile]) -> str:
-    """Return a text that is equal in two processes if they map the same files on the same machine.
+    """Make a key that is equal in two processes if they map the same files on the same machine.
 
-    The text has the boot id of the machine, and the inode, size and time of each file. It is empty if one of them is
-    unknown.
+    The key has the boot id of the machine, and the inode, size and time of each file. The key is empty if one of these
+    is unknown.
     """
     known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):

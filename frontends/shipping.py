@@ -41,7 +41,11 @@ COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5
 
 
 def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
-    """Yield the kernels of the embedded model, and of decoders with common weight dtypes or with all of them."""
+    """Yield the kernels to precompile: for the embedded model, and for decoders with common weight dtypes.
+
+    Args:
+        of_all_types: Include all weight dtypes and all float dtypes of the KV cache.
+    """
     yield from (run, start_run, continue_run, run_worker_thread, top_k)
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)

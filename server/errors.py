@@ -81,7 +81,7 @@ class ApiError(HocketError):
 
 
 def refuse(message: str, param: str | None = None) -> ApiError:
-    """Return the error of a bad request (status 400)."""
+    """Make the error of a bad request (status 400); `param` is the wrong field of the body."""
     return ApiError(400, message, param=param)
 
 
@@ -109,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def make_context_error(prompt_tokens: int, context: int) -> ApiError:
-    """Return the error of a prompt that exceeds the context; both sizes are in tokens."""
+    """Make the error of a prompt that exceeds the context; both sizes are in tokens."""
     return ApiError(
         400,
         f"the prompt is too large: it has {prompt_tokens} tokens, which exceeds the available context size of "

@@ -69,5 +69,5 @@ class GrammarCache:
 
 
 def describe_ignored(grammar: Grammar | None) -> tuple[str, ...]:
-    """Return an entry for the header of ignored fields, if the grammar ignores keywords of its JSON schema."""
+    """List the keywords of its JSON schema that a grammar ignores, as entries of the header of ignored fields."""
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

@@ -148,7 +148,7 @@ class RequestBuilder:
         raise refuse("a prompt is a text, or a list of tokens and texts; this one has another form", "prompt")
 
     def _join_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """Tokenize a list of tokens and texts to one prompt; only a first text gets BOS, as in llama-server."""
+        """Tokenize a list of prompt parts (tokens and texts) to one prompt; only a first text gets BOS, as in llama-server."""
         ids: list[int] = []
         tokenizer = self._service.tokenizer
         for i, part in enumerate(parts):
@@ -247,7 +247,7 @@ class RequestBuilder:
         )
 
     def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-        """Return the logit bias as pairs of token and number.
+        """Parse the logit bias of a body to pairs of token and number.
 
         A key is a token, or a text for all its tokens; ``false`` bans a token.
         """

@@ -188,7 +188,7 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
 def _unroll_steps(
     step: StepFunction, cell: RecurrentCell, gates: Sequence[Tensor], states: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the states after each time step; `gates` has the gate inputs of each step."""
+    """Unroll a recurrence over its time steps, and yield the states after each step; `gates` has the gate inputs."""
     for x in gates:
         states = step(cell, x, states)
         yield tuple(states)

@@ -28,7 +28,7 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 
 
 def find_dtype(name: str, value_name: object) -> tuple[DType, bool]:
-    """Return the hocket dtype of a NumPy or PyTorch dtype name, and whether it is boolean.
+    """Resolve a NumPy or PyTorch dtype name to a hocket dtype, and whether it is boolean.
 
     Args:
         name: The dtype name, such as ``float32``.

@@ -243,7 +243,7 @@ def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
 def resampling_matrix(
     n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
 ) -> np.ndarray:
-    """Return the matrix [out, n] that interpolates `out` entries from `n` entries.
+    """Build the interpolation matrix [out, n], which makes `out` entries from `n` entries.
 
     Args:
         n: Number of old entries.

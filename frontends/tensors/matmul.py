@@ -121,7 +121,7 @@ def attention(
 
 
 def combine_masks(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
-    """Return an attention mask that also forbids the scores where `is_permitted` is false."""
+    """Restrict an attention mask: also forbid the scores where `is_permitted` is false."""
     return where(constant_tensor(is_permitted), mask, False if mask.is_bool else -math.inf)
 
 
@@ -204,5 +204,5 @@ def batch_norm(
 
 
 def per_channel(p: Tensor, rank: int) -> Tensor:
-    """Reshape one number per channel so that it broadcasts over x [images, channels, ...] of rank `rank`."""
+    """Reshape a vector of one number per channel so that it broadcasts over x [images, channels, ...] of rank `rank`."""
     return reshape(p, p.shape + (1,) * (rank - 2))

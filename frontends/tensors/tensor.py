@@ -67,7 +67,7 @@ Operand: TypeAlias = "Tensor | int | float | bool"
 
 
 def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the graph value for a tensor of `shape`: equal, or flat for more than `MAX_RANK` axes."""
+    """Compute the shape of the graph value for a tensor of `shape`: equal, or flat for more than `MAX_RANK` axes."""
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 

@@ -131,7 +131,7 @@ def _iterate_mappings(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _load_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one folder (`kind`) of the archive by name; each tensor is a view of the bytes of its file.
+    """Read the tensors of one folder (`kind`) of the archive, by name; each tensor is a view of the bytes of its file.
 
     Raises:
         ModelError: A tensor is pickled.

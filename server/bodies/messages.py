@@ -79,7 +79,7 @@ def render_messages(
 
 
 def describe_date() -> dict[str, object]:
-    """Return the template variables with today's date, as llama-server passes them."""
+    """Make the template variables with today's date, as llama-server does."""
     today = datetime.date.today()
     month = MONTHS[today.month - 1]  # strftime would use the language of the machine
     return {
@@ -110,7 +110,7 @@ def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]
 
 
 def read_message(message: Mapping[str, object], index: int, template: str) -> dict[str, object]:
-    """Convert a message to the form that the chat template expects.
+    """Normalise a message to the form that the chat template expects.
 
     - Text parts are joined by line breaks.
     - The role ``developer`` becomes ``system`` unless the template knows it.

@@ -314,7 +314,7 @@ def _format(kind: str, **fields: object) -> bytes:
 
 
 def _start_block(delta: Delta, text: str = "") -> Objects:
-    """Return a content block that begins with `text`, or a tool-use block without input."""
+    """Make a content block that begins with `text`, or a tool-use block without input."""
     if delta.kind == "call":
         return {"type": "tool_use", "id": make_id("toolu_"), "name": delta.text, "input": {}}
     start = BLOCK_STARTS[delta.kind]

@@ -12,7 +12,7 @@ MIN_LOGPROB = -9999.0
 
 
 def describe_token(data: bytes) -> str:
-    """Return the text of a token; bytes that are not valid UTF-8 become ``bytes:`` with escapes, as in OpenAI's API."""
+    """Decode the bytes of a token as text; invalid UTF-8 becomes ``bytes:`` with escapes, as in OpenAI's API."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -41,7 +41,7 @@ def clip_logprob(logprob: float | None) -> float:
 
 
 def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], offset: int) -> dict[str, object]:
-    """Return the logprobs of tokens in the older format of text completions.
+    """Return the logprobs of tokens in the legacy format of text completions.
 
     Args:
         tokenizer: The tokenizer.
