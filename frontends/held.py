@@ -30,9 +30,9 @@ class SessionLease:
         return self.session.sequences, self.session.context
 
     def reuse_prefix(self, ids: list[int]) -> list[int]:
-        """Reuse the processed tokens of sequence 0 as a prefix of `ids`, and return the other tokens of `ids`.
+        """Reuse the processed tokens of sequence 0 as a prefix of `ids`, and return the remaining tokens of `ids`.
 
-        If they are no prefix of `ids`, all sequences are reset and all of `ids` are returned.
+        If `ids` has another beginning, or no further tokens, all sequences are reset and all of `ids` is returned.
         """
         read = self.tokens[0][: self.session.lengths[0]]
         if not read or len(ids) <= len(read) or ids[: len(read)] != read:

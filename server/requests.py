@@ -86,7 +86,7 @@ class RequestBuilder:
         """Render the prompt of a chat with the chat template, in a worker thread.
 
         Raises:
-            ApiError: As `render_messages`.
+            ApiError, ModelError: As `render_messages`.
         """
 
         def render() -> ChatPrompt:
@@ -148,7 +148,7 @@ class RequestBuilder:
         raise refuse("a prompt is a text, or a list of tokens and texts; this one has another form", "prompt")
 
     def _join_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """Tokenize a list of prompt parts (tokens and texts) to one prompt; only a first text gets BOS, as in llama-server."""
+        """Tokenize a list of prompt parts (tokens and texts); only a first text gets BOS, as in llama-server."""
         ids: list[int] = []
         tokenizer = self._service.tokenizer
         for i, part in enumerate(parts):

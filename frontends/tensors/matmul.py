@@ -204,5 +204,5 @@ def batch_norm(
 
 
 def per_channel(p: Tensor, rank: int) -> Tensor:
-    """Reshape a vector of one number per channel so that it broadcasts over x [images, channels, ...] of rank `rank`."""
+    """Reshape a vector of one number per channel so that it broadcasts over [images, channels, ...] of rank `rank`."""
     return reshape(p, p.shape + (1,) * (rank - 2))

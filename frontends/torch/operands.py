@@ -32,7 +32,7 @@ _binding_lock = threading.RLock()
 
 
 def is_bound_argument(x: object) -> bool:
-    """Whether an argument is bound once instead of copied at each call: a parameter or buffer of a module.
+    """Whether an argument is bound once instead of copied at each call: a parameter, or another tensor of a module.
 
     Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
     tensors, because hocket stores booleans in another dtype.
