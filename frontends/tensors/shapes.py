@@ -169,7 +169,10 @@ def slice_range(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
 
 
 def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:
-    """Return a slice of one axis with the semantics of Python: bounds may be negative or missing, a step may be negative."""
+    """Return a slice of one axis with the semantics of Python.
+
+    Bounds may be negative or missing; a step may be negative.
+    """
     n = x.shape[x.axis(axis)]
     if step < 0:
         return take(x, axis, np.arange(n)[slice(start, stop, step)])
