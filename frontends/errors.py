@@ -1,4 +1,4 @@
-"""The error for all input from outside: files, prompts, options."""
+"""The error for all input from outside: files, prompts and options."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .models import Step
 from .open_model import choose_context, open_model
 
 ZIP_MAGIC = b"PK\x03\x04"
-"""The first bytes of a zip file, and so of a file of `torch.export.save`."""
+"""First bytes of a zip file, which is the format of `torch.export.save`."""
 MAX_GRAPH_FILE_BYTES = 1 << 28
 """Maximum bytes of a graph file; the largest model needs a few million."""
 
@@ -24,9 +24,10 @@ MAX_GRAPH_FILE_BYTES = 1 << 28
 def read_graph(
     path: str, *, context: int | None = None, tokens: int = 1, caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes
 ) -> Graph:
-    """Return the graph in a file. For a model this is the graph of one step, and only the header is read.
+    """Read the graph of a file: GGUF model, PyTorch program, ONNX model, or graph as text or JSON.
 
-    A .pt2 file is read without unpickling. An .onnx file is recognised by its name.
+    For a model this is the graph of one step, and only the header is read. A .pt2 file is read without unpickling. An
+    .onnx file is recognised by its name.
 
     Args:
         path: The file.
@@ -66,7 +67,7 @@ def read_graph(
 
 
 def _read_torch_program(path: str) -> Graph:
-    """Return the graph of an exported PyTorch program."""
+    """Read the graph of an exported PyTorch program."""
     try:
         from .torch.importer import from_torch
         from .torch.pt2_archive import read_program

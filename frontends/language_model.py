@@ -132,9 +132,9 @@ class Model:
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
-        """Return an iterator over the tokens that continue `prompt`, each with its text and its probability.
+        """Return an iterator over the tokens that continue `prompt`, each with its text and its log probability.
 
-        The last one may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
+        The last token may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
 
         >>> first = next(model.tokens("It is a truth", temperature=0))
         >>> first.text, round(first.logprob, 1)
@@ -191,7 +191,7 @@ class Model:
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT_KIND, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
-        """Return the texts that continue each of `prompts`. The prompts run together; each text is the same as alone.
+        """Return the text that continues each of `prompts`. The prompts run together; each text is the same as alone.
 
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
         [' to be', ' not so']
@@ -258,7 +258,7 @@ class Model:
         return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
     def _make_decoder(self, lease: SessionLease, params: GenerationParams) -> speculative.SpeculativeDecoder | None:
-        """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
+        """Make the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
         if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
         if params.pinned_tokens is not None:
@@ -276,7 +276,7 @@ class Model:
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def logits(self, prompt: str | Sequence[int]) -> F32:
-        """Return float32 ``[tokens, vocabulary]``: row i has the logits after token i of `prompt` (text or tokens).
+        """Return the logits of a prompt, float32 ``[tokens, vocabulary]``; row i has the logits after token i.
 
         >>> model.logits([1, 2, 3]).shape
         (3, 2048)
@@ -290,7 +290,7 @@ class Model:
 
     @validate_arguments(ModelError, text=PROMPT_KIND)
     def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
-        """Return float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
+        """Return the natural log probability of each token after the first, float64 ``[tokens - 1]``.
 
         The sum is the score of the text; ``exp(-mean)`` is its perplexity.
 
@@ -305,10 +305,10 @@ class Model:
 
     @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT_KIND, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
-        """Return float32 ``[texts, width]``: one vector for each text, of length 1 if `normalise` is set.
+        """Return one embedding for each text, float32 ``[texts, width]``, of length 1 if `normalise` is set.
 
-        The rows of the last layer are pooled as the file says (mean, first or last), and by their mean if it names no
-        kind.
+        The rows of the last layer are pooled as the file says (mean, first or last token). If the file names no pooling
+        type, the mean is taken.
 
         >>> model.embed(["a ball", "a dance"]).shape
         (2, 192)
@@ -336,7 +336,7 @@ class Model:
         return self._tokenizer
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a text; `special` adds BOS and EOS, and recognises special tokens in the text.
+        """Return the token ids of a text; `special` adds BOS and EOS, and recognises special tokens in the text.
 
         >>> model.detokenize(model.tokenize("It is"))
         'It is'
@@ -344,7 +344,7 @@ class Model:
         return self.tokenizer.encode(text, add_special=special, parse_special=special)
 
     def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens; `special` includes control tokens."""
+        """Return the text of token ids; `special` includes control tokens."""
         return self.tokenizer.decode(ids, special=special)
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
@@ -352,7 +352,7 @@ class Model:
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def save(self, path: str | Path) -> None:
-        """Save the tokens and states of the last call, so that another process, on any devices, can continue.
+        """Save the tokens and states of the last call to a file; another process, on any devices, can load it.
 
         >>> model.save("talk.bin")
         >>> ids = model.load("talk.bin")
@@ -363,19 +363,19 @@ class Model:
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
-        """Load a saved state and return its tokens; a prompt that begins with them is read from their end on."""
+        """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
         with self._lease_session() as lease, convert_file_errors():
             (lease.tokens[0],) = load_state(lease.only_session, path)
             return list(lease.tokens[0])
 
     @property
     def plan(self) -> Plan:
-        """The plan of one token: `plan.explain()` gives the reasons, `plan.view()` shows the plan."""
+        """The execution plan of one token: `plan.explain()` gives the reasons, `plan.view()` shows the plan."""
         return self.session.plan(self.session.make_step(1, 1))
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes on each device: ``weight``, ``state`` (with the caches of idle sessions), ``arena``."""
+        """The bytes on each device by kind: ``weight``, ``state`` (with the caches of idle sessions) and ``arena``."""
         first = self.session
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
@@ -391,11 +391,11 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Maximum tokens of a text."""
+        """The maximum tokens of a text."""
         return self.session.context
 
     def close(self) -> None:
-        """Free the memory; later calls raise `ModelError`."""
+        """Close the model and free its memory; later calls raise `ModelError`."""
         with self._lock:
             self._first = self._drafting = None
             self._idle.clear()
@@ -412,7 +412,7 @@ class Model:
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
-        """Return the table that a notebook shows."""
+        """Return the HTML table of the model that a notebook shows."""
         model = self._model
         rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
         if self._first is None:
@@ -426,7 +426,7 @@ class Model:
 
     @property
     def session(self) -> Session:
-        """The session that loaded the weights; further ones are made like it. Raises `ModelError` after `close`."""
+        """The session that loaded the weights; other sessions share its weights. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
         return self._first

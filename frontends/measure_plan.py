@@ -17,21 +17,24 @@ from .inference.session import DeviceGroup, Session
 from .models import Model
 
 MEASURED_RUNS = 9
-"""Runs over which times are measured."""
+"""Number of measured runs."""
 MAX_LISTED_ENTRIES = 40
-"""Maximum timeline entries that are listed."""
+"""Maximum timeline entries in the list."""
 
 
 def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, context: int | None) -> list[str]:
-    """Run steps of `tokens` tokens, and return lines that compare measured with predicted times.
+    """Measure steps of `tokens` tokens, and return a table of predicted and measured times, as lines.
 
-    The lines list the whole step, and each timeline entry; if there is only one entry, each op.
+    The table has the whole step, and each timeline entry; if there is only one entry, each op.
 
     Args:
         model: The model.
         on: The devices.
         tokens: New tokens of a step.
         context: Context in tokens; by default the default of a session.
+
+    Raises:
+        ModelError: The context is shorter than `tokens`.
     """
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
@@ -47,20 +50,20 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
 
 
 def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
-    """Run tokens at the end of the context, as plans assume. The cached values do not matter for the time."""
+    """Run tokens at the end of the context, as plans assume. The content of the caches does not matter for the time."""
     session.lengths[0] = session.context - len(tokens)
     session.evaluate([tokens])
 
 
 def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
-    """Yield lists of `count` random tokens; each list differs, since a mixture of experts then loads other experts."""
+    """Yield lists of `count` random tokens; each list differs, so that a mixture of experts loads other experts."""
     draws = np.random.default_rng(0)
     while True:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
 def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
-    """Return a table of predicted and measured times, as lines."""
+    """Return the table of predicted and measured times, as lines."""
     rows = list(compare_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps))
     lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
     more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
@@ -69,7 +72,7 @@ def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[s
 
 
 def compare_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
-    """Yield the name of each timeline entry, with the predicted and the measured seconds of its slowest device."""
+    """Yield name, predicted seconds and measured seconds of each timeline entry; its slowest device counts."""
     for number, stage in enumerate(plan.stages, 1):
         yield (
             f"stage {number}, {stage.op}",
@@ -84,7 +87,7 @@ def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan
 
 
 def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
-    """Yield each op of the first device, slowest first, with its predicted and its measured seconds."""
+    """Yield name, predicted seconds and measured seconds of each op on the first device, slowest op first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.steps_by_device[0], strict=True)):
         if step is not None:

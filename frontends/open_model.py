@@ -1,4 +1,4 @@
-"""Open a model from a path, and a session with loaded weights from a model."""
+"""Open a model file, and make a session that has loaded the weights of a model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .inference.value_watch import ValueWatch
 from .models import Model, load_model
 
 EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
-"""The file of the embedded model."""
+"""File name of the embedded model."""
 
 
 @validate_arguments(ModelError, path=instance_of(str, Path) | NONE, header_only=BOOL)
 def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
-    """Return the model in a GGUF file, or the embedded model if `path` is `None`.
+    """Open the model in a GGUF file, or the embedded model if `path` is `None`.
 
-    With ``header_only`` the file may lack the weights.
+    With `header_only` the file may lack the weights.
 
     Raises:
         ModelError: The file is not a valid model.
@@ -45,7 +45,7 @@ def open_adapted_model(
     control_vectors: Sequence[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Model:
-    """Return the model in a GGUF file, or the embedded model, with LoRA adapters and control vectors.
+    """Open the model in a GGUF file, or the embedded model, with LoRA adapters and control vectors.
 
     Args:
         path: The model file; `None` is the embedded model.
@@ -78,7 +78,7 @@ def open_session(
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
-    """Return a session with loaded weights; if stderr is a terminal, a bar shows the loaded bytes.
+    """Make a session and load the weights; if stderr is a terminal, a bar shows the progress.
 
     Args:
         model: The model.
@@ -106,7 +106,7 @@ def open_session(
 
 
 def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
-    """Return the context in tokens of a session that must hold `tokens` tokens.
+    """Choose the context of a session in tokens, and require that it holds `tokens` tokens.
 
     The check comes before any weight is loaded.
 
@@ -129,9 +129,14 @@ def choose_context(model: Model, tokens: int, asked: int | None, *, default: int
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file without its byte-order mark and last line break, as llama.cpp reads prompts.
+    """Read a text file without its byte-order mark and last line break, as llama.cpp reads prompts.
 
-    The path ``-`` means stdin. Raises `ModelError` if the text is not UTF-8, `OSError` if it cannot be read.
+    Args:
+        path: The file; ``-`` is stdin.
+
+    Raises:
+        ModelError: The text is not UTF-8.
+        OSError: The file cannot be read.
     """
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:

@@ -1,8 +1,9 @@
 """Compile kernels at installation: ``python -m hocket.frontends.precompile_kernels``.
 
-The kernels are stored in the package, for the processor of this machine. They serve the embedded model and
-decoders with the most common dtypes of weights. With ``--all`` they cover every dtype and each processor of `SHIPPED`,
-in one process each, with ``HOCKET_TARGET``. Planning and binding list the kernels; nothing is run.
+The kernels are stored in the package, for the processor of this machine. They serve the embedded model and decoders
+with the most common dtypes of weights. With ``--all`` they cover every dtype and each processor of
+`PRECOMPILED_TARGETS`, in one process each, with ``HOCKET_TARGET``. Planning and binding list the kernels; nothing is
+run.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ from .models import Step
 from .open_model import open_model
 
 STEP_TOKEN_COUNTS = (1, 2, 16, 128)
-"""Token counts of the steps of a first run that kernels distinguish: one, few, and many."""
+"""Token counts of a step for which kernels differ: one, few, and many."""
 FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
 """Dtypes that are not quantised."""
 COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
-"""Dtypes of weights that most files have."""
+"""Weight dtypes of most model files."""
 
 
 def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
-    """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
+    """Yield the kernels to precompile: for the embedded model, and for decoders with common weight dtypes.
+
+    Args:
+        of_all_types: Include all weight dtypes and all float dtypes of the KV cache.
+    """
     yield from (run, start_run, continue_run, run_worker_thread, top_k)
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
@@ -63,7 +68,7 @@ def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
 
 
 def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
-    """Return the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
+    """Build the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
     words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
     x = get_rows(words, input("ids", (tokens,), "i32"))
     x = x + mul_mat(down, swiglu(mul_mat(gate, x), mul_mat(up, x)))
@@ -71,7 +76,7 @@ def _build_feed_forward_graph(dtype: DType, tokens: int) -> Graph:
 
 
 def _build_rope_graph(mode: str) -> Graph:
-    """Return the graph of a rotary embedding in one of the modes that files have."""
+    """Build the graph of a rotary embedding in one of the modes that model files have."""
     return Graph({"y": rope(input("x", (2, 4, 64)), input("pos", (2,), "i32"), n_dims=64, mode=mode)})
 
 
@@ -93,7 +98,7 @@ def main(words: Sequence[str]) -> int:
 def compile_in_parallel(kernels: Sequence[Kernel]) -> int:
     """Compile kernels in one process per processor, and return the worst exit status.
 
-    A kernel holds closures, which only a fork can take along. Without fork this process compiles all kernels.
+    A kernel holds closures, which only a fork can pass on. Without fork this process compiles all kernels.
     """
     if "fork" not in get_all_start_methods():
         precompile_kernels(kernels)

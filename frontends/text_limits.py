@@ -1,4 +1,4 @@
-"""Errors for texts without tokens, and for texts with more tokens than the context."""
+"""Checks of text lengths: a text must have tokens and fit the context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -
 
 
 def require_room(model: Model, context: int, text: str, count: int) -> None:
-    """Require that a context of `context` tokens holds `text` with its `count` tokens.
+    """Require that `count` tokens fit a context of `context` tokens; `text` names their text in the message.
 
     Raises:
         ModelError: The context is too short.

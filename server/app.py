@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and the layers around them."""
+"""The ASGI application: its routes and its middleware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import ServingState
 
 
 def create_app(service: ModelService, options: ServerOptions) -> Starlette:
-    """Return the application that serves a model.
+    """Create the ASGI application that serves a model.
 
     Args:
         service: The model with its engine.
@@ -46,7 +46,7 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
 
 
 async def _raise_as_api_error(request: Request, error: Exception) -> Response:
-    """Raise the error of an unknown path or method in the form of the API."""
+    """Raise the error of an unknown path or method as an `ApiError`, which has the format of the API."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"there is no path {request.url.path!a:.80}",

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses: statuses, types and shapes of the APIs."""
+"""Errors as HTTP responses: the status codes, error types and bodies of the APIs."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ ERROR_TYPES: Mapping[int, str] = {
     503: "unavailable_error",
 }
 ANTHROPIC_ERROR_TYPES: Mapping[int, str] = {500: "api_error", 501: "api_error", 503: "overloaded_error"}
-"""Types of Anthropic's API that differ from `ERROR_TYPES`."""
+"""Error types of Anthropic's API by status, where they differ from `ERROR_TYPES`."""
 
 
 class ApiError(HocketError):
-    """An error with its HTTP status.
+    """An error of a request, with its HTTP status.
 
     Args:
         status: The HTTP status.
         message: One line for the client.
-        param: The field of the body that is wrong.
-        type: The type of the error; by default the type of the status.
+        param: The wrong field of the body.
+        type: The error type; by default the type of the status.
         retry_seconds: The value of ``Retry-After``.
         extra: Further fields of the error object.
     """
@@ -63,30 +63,30 @@ class ApiError(HocketError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the response."""
+        """The HTTP headers of the error response."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_seconds is None else {"Retry-After": str(max(1, math.ceil(self.retry_seconds)))}
 
     def as_openai(self) -> dict[str, object]:
-        """Return the body in the shape of OpenAI, with the status as the code as llama-server has it."""
+        """Return the error body in the format of OpenAI, with the status as code, as llama-server does."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
         return {"error": {**fields, **self.extra}}
 
     def as_anthropic(self) -> dict[str, object]:
-        """Return the body in the shape of Anthropic."""
+        """Return the error body in the format of Anthropic."""
         default = ERROR_TYPES.get(self.status)
         type_ = ANTHROPIC_ERROR_TYPES.get(self.status, self.type) if self.type == default else "invalid_request_error"
         return {"type": "error", "error": {"type": type_, "message": self.message}}
 
 
 def refuse(message: str, param: str | None = None) -> ApiError:
-    """Return the error of a request that cannot be served, with status 400."""
+    """Make the error of a bad request (status 400); `param` is the wrong field of the body."""
     return ApiError(400, message, param=param)
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return the response for an exception.
+    """Convert an exception to an `ApiError`.
 
     An unexpected exception is logged with an id. The client gets the id and no other detail.
     """
@@ -109,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def make_context_error(prompt_tokens: int, context: int) -> ApiError:
-    """Return the error of a prompt that exceeds the context."""
+    """Make the error of a prompt that exceeds the context; both sizes are in tokens."""
     return ApiError(
         400,
         f"the prompt is too large: it has {prompt_tokens} tokens, which exceeds the available context size of "

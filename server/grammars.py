@@ -1,4 +1,4 @@
-"""Compiled grammars by their text. Compiling one takes 0.2 s, because llguidance reads the whole vocabulary."""
+"""Cache of compiled grammars by text. One compilation takes 0.2 s, because llguidance reads the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .bodies.schemas import MAX_GRAMMAR_CHARACTERS
 from .errors import refuse
 
 MAX_GRAMMARS = 64
-"""Compiled grammars that are kept, the most recently used ones."""
+"""Maximum compiled grammars in the cache; the least recently used one is dropped."""
 ANY_OBJECT_SCHEMA: Mapping[str, object] = {"type": "object"}
-"""The schema of ``response_format: json_object``."""
+"""JSON schema of ``response_format: json_object``."""
 
 
 class GrammarCache:
-    """The compiled grammars of one tokenizer. Any thread may use it."""
+    """A cache of compiled grammars for one tokenizer. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
         self._grammars: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
     def compile_grammar(self, text: str) -> Grammar:
-        """Return the grammar of a GBNF or Lark text.
+        """Return the compiled grammar of a GBNF or Lark text.
 
         Raises:
             ApiError: The text is wrong or too long.
@@ -35,7 +35,7 @@ class GrammarCache:
         return self._get("grammar", text)
 
     def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
-        """Return the grammar of a JSON schema, given as text or as an object.
+        """Return the compiled grammar of a JSON schema, given as text or as an object.
 
         Raises:
             ApiError: The schema is wrong or too long, or has unsupported keywords although `is_strict` is set.
@@ -69,5 +69,5 @@ class GrammarCache:
 
 
 def describe_ignored(grammar: Grammar | None) -> tuple[str, ...]:
-    """Return the keywords of its schema that a grammar ignores, for the header of ignored fields."""
+    """List the keywords of its JSON schema that a grammar ignores, as entries of the header of ignored fields."""
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

@@ -1,9 +1,9 @@
-"""Serving by uvicorn, from the bound socket to the graceful end.
+"""The life of the server under uvicorn, from the bound socket to the graceful shutdown.
 
 The first SIGTERM or SIGINT begins the drain:
 
 1. ``/health`` and new requests get status 503. Requests without a slot end with 503.
-2. Running requests go on for `ServerOptions.drain_seconds`, then they end with an error event.
+2. Running requests continue for `ServerOptions.drain_seconds`, then they end with an error event.
 3. The listening socket is closed, and then the service.
 
 A second signal goes to step 3 at once.
@@ -29,9 +29,9 @@ from .options import ServerOptions
 from .state import ServingState
 
 END_SECONDS = 1.0
-"""Time for error events after the drain."""
+"""Seconds for sending error events after the drain."""
 BACKLOG = 2048
-"""Connections that wait to be accepted."""
+"""Maximum connections that wait to be accepted."""
 HEADER_ERROR_BODY = (
     b'{"error":{"message":"the head of the request is too long","type":"invalid_request_error","code":431}}'
 )
@@ -50,7 +50,7 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
     Args:
         service: The model with its engine.
         options: The address, access, limits and defaults.
-        announce: Gets each URL when connections are accepted.
+        announce: Receives each URL when connections are accepted.
 
     Raises:
         OSError: The address cannot be used.
@@ -71,7 +71,7 @@ def bind_sockets(options: ServerOptions) -> list[socket.socket]:
     """Return a listening socket for each address of the options.
 
     Raises:
-        OSError: An address is in use, or is none of this machine.
+        OSError: An address is in use, or does not belong to this machine.
     """
     listeners: list[socket.socket] = []
     try:
@@ -86,12 +86,12 @@ def bind_sockets(options: ServerOptions) -> list[socket.socket]:
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains before it closes.
+    """A uvicorn server that drains before it closes: running requests may end, new ones are refused.
 
     Args:
         app: The application, from `create_app`.
         options: The options of the application.
-        announce: Gets each URL when connections are accepted.
+        announce: Receives each URL when connections are accepted.
     """
 
     def __init__(self, app: Starlette, options: ServerOptions, announce: Callable[[str], None] | None = None) -> None:
@@ -126,11 +126,11 @@ class DrainingServer(uvicorn.Server):
         self._signal_count += 1
 
     def request_exit(self) -> None:
-        """End the server as a signal does; any thread may call it."""
+        """Request the shutdown as a signal does; any thread may call it."""
         self.handle_exit(signal.SIGTERM, None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, and announce the URL."""
+        """Accept connections, and announce each URL."""
         await super().startup(sockets)
         if not self.started or self._announce is None:
             return
@@ -140,7 +140,7 @@ class DrainingServer(uvicorn.Server):
             self._announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Advance the drain; return whether the server ends."""
+        """Advance the drain at each timer tick, and return whether the server should exit."""
         is_over = await super().on_tick(counter)
         now = asyncio.get_running_loop().time()
         if self._signal_count >= 2:
@@ -162,7 +162,7 @@ class DrainingServer(uvicorn.Server):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 with bounds on the bytes of a request's head, and on the seconds until it is complete."""
+    """HTTP/1.1 with limits on the bytes of a request head, and on the seconds until the head is complete."""
 
     header_seconds = 10.0
     max_header_bytes = 16 << 10
@@ -174,35 +174,35 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer and the requests. A request without a complete response refers to this protocol."""
+        """Stop the timer and drop the requests, because an unfinished request refers to this protocol."""
         self._stop_timer()
         super().connection_lost(exc)
         self.cycle = None  # type: ignore[assignment]  # its initial value in uvicorn
         self.pipeline.clear()
 
     def on_message_begin(self) -> None:
-        """Begin the head of a request."""
+        """Start the byte count and the timer of a request head."""
         super().on_message_begin()
         self._head_bytes = 0
         self._start_timer()
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the path."""
+        """Add the bytes of the URL to the byte count."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count the bytes of a header."""
+        """Add the bytes of a header to the byte count."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """End the head of a request."""
+        """Stop the timer of a request head."""
         self._stop_timer()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP, or has too long a head."""
+        """Answer a malformed request with status 400, or a too long head with status 431."""
         if not self._is_head_too_long:
             return super().send_400_response(msg)
         self.transport.write(HEADER_ERROR)

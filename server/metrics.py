@@ -13,18 +13,18 @@ from ..frontends.serving.service import ModelService
 from .streams import Finish, Progress, Update
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Bounds of the histograms of seconds."""
+"""Bucket bounds of the histograms of seconds."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineCollector:
-    """Reads the counts of an engine whenever metrics are fetched."""
+    """A Prometheus collector that reads the counts of an engine at each scrape."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of the engine."""
+        """Yield the current metrics of the engine."""
         status = self._service.status
         gauges = {
             "slots": ("Sequences that can run at once", status.slots),
@@ -51,7 +51,7 @@ class EngineCollector:
 
 
 class ServerMetrics:
-    """The metrics of one server."""
+    """The Prometheus metrics of one server: responses, latencies, embeddings, and the counts of the engine."""
 
     def __init__(self, service: ModelService) -> None:
         self._service, self.start_time = service, time.time()
@@ -73,24 +73,24 @@ class ServerMetrics:
         self._embedding_token_count = self._embedding_steps = 0
 
     def record_embedding(self, token_count: int) -> None:
-        """Add the tokens of the texts of an embedding request."""
+        """Add the token count of an embedding request."""
         self._embedding_tokens.inc(token_count)
         self._embedding_token_count += token_count
         self._embedding_steps += 1
 
     def record_timing(self, timing: RequestTiming, token_count: int) -> None:
-        """Add the times of a request."""
+        """Add the queue, first-token and inter-token seconds of a request."""
         self._queue.observe(timing.queue_seconds)
         self._first.observe(timing.queue_seconds + timing.prompt_seconds)
         if token_count > 1:
             self._gap.observe(timing.decode_seconds / (token_count - 1))
 
     def format_metrics(self) -> bytes:
-        """Return all metrics as text."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry) + self._format_llama_metrics().encode()
 
     def _format_llama_metrics(self) -> str:
-        """Return the metrics of llama-server; its tools expect these names and types."""
+        """Return the metrics with the names and types of llama-server, which its tools expect."""
         status = self._service.status
         read = status.sums.prompt_tokens - status.sums.cached_tokens
         steps = status.sums.decode_steps + self._embedding_steps
@@ -134,12 +134,15 @@ class ServerMetrics:
 
 
 def divide(count: float, by: float) -> float:
-    """Return a quotient, or 0 if the divisor is 0."""
+    """Return the quotient, or 0 if the divisor is not positive."""
     return count / by if by > 0 else 0.0
 
 
 def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]:
-    """Return the object ``timings`` of llama-server. The first token belongs to the prompt, so it has no rate."""
+    """Return the object ``timings`` of llama-server: token counts, milliseconds and rates of a request.
+
+    The first token belongs to the prompt, so it has no rate.
+    """
     read, decoded = timing.prompt_tokens - timing.cached_tokens, max(0, token_count - 1)
     return {
         "cache_n": timing.cached_tokens,
@@ -156,7 +159,7 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
 
 
 class AnswerClock:
-    """The times of one choice before its end, by the clock of the server; the end has the times of the engine."""
+    """A stopwatch of one choice, for the object ``timings`` of a stream before the engine reports its times."""
 
     def __init__(self) -> None:
         self._read_tokens = self._cached_tokens = self._new_tokens = 0
@@ -164,7 +167,7 @@ class AnswerClock:
         self._first_token: float | None = None
 
     def describe_update(self, update: Update) -> dict[str, float]:
-        """Return the object ``timings`` after an update."""
+        """Return the object ``timings`` after an update; at the end with the times of the engine."""
         now = time.perf_counter()
         if isinstance(update, Finish):
             return describe_timing(update.timing, update.token_count)

@@ -11,12 +11,12 @@ from ..frontends.generation.sampling import Sampling
 from ..graph.lazy_dataclass import dataclass
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-"""Host names of the machine itself, which the Host check allows."""
+"""Host names of this machine, which the check of the Host header permits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Addresses, access, limits and defaults of a server. Seconds and bytes are part of the names.
+    """Addresses, access, limits and defaults of a server. Names of options end with their unit.
 
     - `host`: the address, or several with commas between them.
     - `api_keys`: clients need one of them; without keys, every client that reaches the address is served.
@@ -24,17 +24,17 @@ class ServerOptions:
     - `cors_origins`: origins of web pages that may call the server; ``localhost`` for every port of the machine, or
       ``*``.
     - `model_file`: the name of the model file, for ``/props``.
-    - `aliases`: further names of the model. `strict_model` refuses requests that name another one.
+    - `aliases`: further names of the model. `strict_model`: refuse requests that name another model.
     - `sampling`: defaults of the sampling options; `seed`: the default seed, -1 for a random one.
-    - `default_max_tokens`: limit of requests that give none.
+    - `default_max_tokens`: limit of new tokens for requests without a limit.
     - `chat_template`: a template that replaces the template of the model. `template_variables`: variables of the
       template, such as ``enable_thinking``, for requests that do not set them.
-    - `grammar_seconds`: longest time in which a grammar or a JSON schema is compiled.
+    - `grammar_seconds`: time limit for the compilation of a grammar or a JSON schema.
     - `queue_seconds`: longest wait for a slot; `request_seconds`: longest duration of a request; `stall_seconds`:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
-    - `ping_seconds`: a stream that is silent this long gets a comment.
-    - `shows_prompts`: answers to chats have the rendered prompt, as with ``verbose`` in the request.
+    - `ping_seconds`: silence after which a stream sends a comment to stay open.
+    - `shows_prompts`: add the rendered prompt to chat answers, as ``verbose`` in the request does.
 
     Raises:
         ModelError: The address is reachable from other machines and there is no key.
@@ -82,12 +82,12 @@ class ServerOptions:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine reach the addresses."""
+        """Whether all addresses are loopback addresses, which only programs of this machine can reach."""
         return all(map(_is_loopback, self.hosts))
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The addresses, without brackets."""
+        """The addresses in `host`, without brackets."""
         return tuple(host.strip().strip("[]") for host in self.host.split(","))
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests become token ids and `GenerationRequest`s of the engine.
+"""Conversion of request bodies to token ids and engine requests (`GenerationRequest`).
 
 Templates, tokenizers and grammars run in worker threads: they may take milliseconds to seconds.
 """
@@ -30,27 +30,27 @@ from .options import ServerOptions
 
 Output = TypeVar("Output")
 TEXT_THREADS = 2
-"""Threads that render and tokenize."""
+"""Worker threads that render templates and tokenize."""
 GRAMMAR_THREADS = 2
-"""Threads that compile grammars. A grammar that is too slow occupies one of them, so they have no other work."""
+"""Worker threads that compile grammars. A slow grammar occupies one of them, so they have no other work."""
 EMBEDDING_THREADS = 4
-"""Threads that wait for vectors."""
+"""Worker threads that wait for embeddings."""
 MAX_PROMPTS = 2048
-"""Prompts of one request."""
+"""Maximum prompts of one request."""
 MAX_TEXTS = 256
-"""Texts that one request generates."""
+"""Maximum texts that one request generates."""
 MIN_TOP_P = 1e-9
-"""The top-p that stands for 0: the most probable token alone."""
+"""Top-p that replaces 0: only the most probable token."""
 SAMPLING_FIELDS = ("top_k", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty")
 NO_SPACE_KINDS = ("bert", "t5")
-"""Kinds of vocabularies that drop white space, so that tokens do not bound the characters of a text."""
+"""Tokenizer kinds that drop white space, so that a token count does not bound the characters of a text."""
 
 
 class RequestBuilder:
-    """Makes requests for a model; any number of coroutines may use it.
+    """Builds engine requests for a model from request bodies; any number of coroutines may use it.
 
     Args:
-        service: The model.
+        service: The served model.
         options: Defaults and limits.
     """
 
@@ -63,23 +63,31 @@ class RequestBuilder:
         self._longest_token = 0
 
     async def run_in_thread(self, function: Callable[..., Output], *args: object) -> Output:
-        """Return the result of a slow function, which runs in a worker thread."""
+        """Run a slow function in a worker thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
 
     async def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
-        """Return a vector for each text; raises as `ModelService.embed`."""
+        """Return an embedding for each text.
+
+        Raises:
+            ModelError: As `ModelService.embed`.
+        """
         embed = partial(self._service.embed, texts, normalise=normalise)
         return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
 
     def close(self) -> None:
-        """End the worker threads after their present work."""
+        """Shut down the worker threads after their current work."""
         for workers in (self._workers, self._grammar_workers, self._embedding_workers):
             workers.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------ prompts
 
     async def render_chat(self, body: ChatBody | TemplateBody, *, uses_tools: bool = True) -> ChatPrompt:
-        """Return the prompt of a chat; raises as `render_messages`."""
+        """Render the prompt of a chat with the chat template, in a worker thread.
+
+        Raises:
+            ApiError, ModelError: As `render_messages`.
+        """
 
         def render() -> ChatPrompt:
             metadata, tokenizer = self._service.metadata, self._service.tokenizer
@@ -95,7 +103,7 @@ class RequestBuilder:
         return await self.run_in_thread(render)
 
     async def encode_chat(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a rendered chat.
+        """Tokenize a rendered chat.
 
         Raises:
             ApiError: The prompt exceeds the context.
@@ -103,10 +111,10 @@ class RequestBuilder:
         return await self.run_in_thread(self._encode, text, lambda: self._service.tokenizer.encode_chat(text))
 
     async def encode_prompts(self, prompt: object) -> list[tuple[int, ...]]:
-        """Return the tokens of one prompt or several.
+        """Tokenize one prompt or several.
 
-        A prompt is a text, a list of tokens, a list of tokens and texts, or an object with ``prompt_string``. A list
-        of texts, of lists or of objects is a list of prompts.
+        A prompt is a text, a list of tokens, a list of tokens and texts, or an object with ``prompt_string``. A list of
+        texts, of lists or of objects is a list of prompts.
 
         Raises:
             ApiError: The prompt has another form, or exceeds the context.
@@ -140,7 +148,7 @@ class RequestBuilder:
         raise refuse("a prompt is a text, or a list of tokens and texts; this one has another form", "prompt")
 
     def _join_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """Return the tokens of a list of tokens and texts; only a first text gets BOS, as in llama-server."""
+        """Tokenize a list of prompt parts (tokens and texts); only a first text gets BOS, as in llama-server."""
         ids: list[int] = []
         tokenizer = self._service.tokenizer
         for i, part in enumerate(parts):
@@ -154,7 +162,11 @@ class RequestBuilder:
         return tuple(ids)
 
     def _encode(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
-        """Encode a text, after a bound on its characters: no tokenizer reads a text that cannot fit."""
+        """Tokenize a text with `encode`, unless it has too many characters to fit the context.
+
+        Raises:
+            ApiError: The text exceeds the context.
+        """
         tokenizer, context = self._service.tokenizer, self._service.status.context
         if not self._longest_token:
             self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
@@ -166,10 +178,10 @@ class RequestBuilder:
     # ------------------------------------------------------------------------------------------------------ requests
 
     async def choose_grammar(self, body: SamplingBody, format: ResponseFormat | None = None) -> Grammar | None:
-        """Return the grammar that a body asks for, or `None`.
+        """Compile the grammar that a body asks for (grammar, JSON schema or ``response_format``), or return `None`.
 
         Raises:
-            ApiError: The grammar is wrong, or there are two of them.
+            ApiError: The grammar is wrong, or the body has two of them.
         """
         schema: Mapping[str, object] | bool | str | None = body.json_schema
         is_strict = format is not None and format.json_schema is not None and bool(format.json_schema.strict)
@@ -184,11 +196,15 @@ class RequestBuilder:
         return None if schema is None else await self.compile_schema(schema, is_strict)
 
     async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
-        """Return the grammar of a JSON schema; raises as `GrammarCache.compile_schema`, and if it takes too long."""
+        """Compile a JSON schema to a grammar, in a worker thread.
+
+        Raises:
+            ApiError: As `GrammarCache.compile_schema`, or the compilation takes too long.
+        """
         return await self._compile(partial(self._grammars.compile_schema, schema, is_strict), "json_schema")
 
     async def _compile(self, function: Callable[[], Grammar], param: str) -> Grammar:
-        """Return the result of a function that compiles a grammar.
+        """Run a function that compiles a grammar, with a time limit.
 
         Raises:
             ApiError: The function takes longer than `ServerOptions.grammar_seconds`.
@@ -203,7 +219,7 @@ class RequestBuilder:
     def build_params(
         self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
     ) -> GenerationParams:
-        """Return the parameters of choice number `choice`; each choice has a seed of its own.
+        """Build the generation parameters of choice number `choice`; each choice has its own seed.
 
         Raises:
             ModelError: A value does not fit the model.
@@ -231,7 +247,10 @@ class RequestBuilder:
         )
 
     def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-        """Return the logit bias: a key is a token, or a text for all its tokens; ``false`` bans a token."""
+        """Parse the logit bias of a body to pairs of token and number.
+
+        A key is a token, or a text for all its tokens; ``false`` bans a token.
+        """
         bias = body.logit_bias
         pairs = list(bias.items()) if isinstance(bias, dict) else bias
         sums: dict[int, float] = {}
@@ -255,7 +274,7 @@ class RequestBuilder:
     def build_request(
         self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, uses_cache: bool, id: str
     ) -> GenerationRequest:
-        """Return a request of the engine.
+        """Build an engine request from a tokenized prompt and its parameters.
 
         Raises:
             ModelError: The prompt has no tokens.
@@ -274,7 +293,7 @@ class RequestBuilder:
         top_logprobs: int | None,
         id: str,
     ) -> tuple[GenerationRequest, ...]:
-        """Return the requests of text prompts: `choices` of the first prompt, then `choices` of the next one.
+        """Build the engine requests of text prompts: `choices` requests for each prompt in turn.
 
         Raises:
             ApiError: The grammar is wrong, or there are too many texts.
@@ -296,10 +315,10 @@ class RequestBuilder:
         )
 
     def check_model(self, name: str) -> None:
-        """Require that a model name is served, if the server is strict about names.
+        """Require that this server has the named model, if `ServerOptions.strict_model` is set.
 
         Raises:
-            ApiError: The name is another one.
+            ApiError: The server has no model of this name.
         """
         names = (self._service.model_name, *self._options.aliases)
         if self._options.strict_model and name and name not in names:
@@ -307,7 +326,11 @@ class RequestBuilder:
 
 
 def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
-    """Return the JSON schema of a ``response_format``."""
+    """Select the JSON schema that a ``response_format`` asks for.
+
+    Raises:
+        ApiError: The type is unknown, or the schema is missing.
+    """
     if format.type == "json_object":
         return ANY_OBJECT_SCHEMA if format.schema is None else format.schema
     if format.type != "json_schema":
@@ -321,5 +344,5 @@ def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
 
 
 def make_id(prefix: str) -> str:
-    """Return a new id with a prefix, such as ``chatcmpl-``."""
+    """Return a new random id with a prefix, such as ``chatcmpl-``."""
     return f"{prefix}{secrets.token_urlsafe(18)}"

@@ -1,4 +1,4 @@
-"""Responses: JSON bodies, streams of server-sent events, and the end of work for clients that have left."""
+"""HTTP responses: JSON bodies, server-sent events, and cancellation after a disconnect of the client."""
 
 from __future__ import annotations
 
@@ -19,64 +19,67 @@ from .streams import AnswerStream, CompleteText, Finish, Update, read_complete_t
 
 Output = TypeVar("Output")
 PING = b": ping\n\n"
-"""The comment for silent streams of most APIs."""
+"""Comment that keeps a silent stream open, for most APIs."""
 DONE = b"data: [DONE]\n\n"
 IGNORED_HEADER = "X-Hocket-Ignored"
-"""The header with the names of ignored fields."""
+"""Header that lists ignored fields of the body."""
 JSON_ENCODER = msgspec.json.Encoder()
 
 
 class JsonResponse(Response):
-    """A response with a JSON body."""
+    """An HTTP response with a JSON body."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
-        """Return the bytes of the body."""
+        """Encode the content as JSON."""
         return JSON_ENCODER.encode(content)
 
 
-async def read_body(request: Request, kind: type[Body]) -> tuple[Body, dict[str, str]]:
-    """Return the body of a request, and the headers that name its ignored fields.
+async def read_body(request: Request, body_type: type[Body]) -> tuple[Body, dict[str, str]]:
+    """Decode the body of a request, and return it with the headers that name its ignored fields.
 
     Raises:
-        ApiError: The body does not fit the schema.
+        ApiError: The body does not match the schema.
     """
-    body, ignored = decode_body(await request.body(), kind)
+    body, ignored = decode_body(await request.body(), body_type)
     headers: dict[str, str] = {}
     add_ignored(headers, ignored)
     return body, headers
 
 
 def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
-    """Add names to the header of ignored fields."""
+    """Add field names to the header of ignored fields."""
     if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
         headers[IGNORED_HEADER] = joined.encode("unicode_escape").decode()
 
 
 def format_event(data: object, event: str = "") -> bytes:
-    """Return a server-sent event with a JSON value."""
+    """Format a JSON value as a server-sent event."""
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + JSON_ENCODER.encode(data) + b"\n\n"
 
 
 class UpdateFormatter(Protocol):
-    """Turns the updates of a stream into events of one API; `ping` keeps a silent stream open."""
+    """Formats the updates of a stream as events of one API; `ping` keeps a silent stream open."""
 
     ping: bytes
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events."""
 
     def format_end(self) -> bytes:
-        """Return the events after all choices have ended."""
+        """Format the last events of the stream, after all choices have ended."""
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error, with which the stream ends."""
+        """Format an error as the event that ends the stream."""
 
 
 class EventStream(Response):
-    """The response that streams an answer. It ends the request if the client leaves or reads nothing."""
+    """A response that streams an answer as server-sent events.
+
+    It cancels the answer if the client disconnects or stops reading.
+    """
 
     def __init__(
         self, state: ServingState, stream: AnswerStream, formatter: UpdateFormatter, headers: Mapping[str, str]
@@ -129,20 +132,20 @@ async def respond(
     is_streamed: bool,
     headers: Mapping[str, str],
 ) -> Response:
-    """Return the response of submitted requests: events as they come, or one object after all choices have ended.
+    """Return the response of submitted requests: a stream of events, or one JSON object after all choices have ended.
 
     Args:
         state: The state of the server.
         request: The request of the client.
-        stream: The answers of the engine.
+        stream: The updates of the engine.
         formatter: Formats events.
-        build_body: Builds the object from text, tokens and end of each choice.
+        build_body: Builds the JSON object from text, tokens and end of each choice.
         count: Number of choices.
         is_streamed: Whether the client asks for events.
         headers: Headers of the response.
 
     Raises:
-        ApiError: The client has left, or a choice has failed.
+        ApiError: The client has disconnected, or a choice has failed.
     """
     if is_streamed:
         return EventStream(state, stream, formatter, headers)
@@ -154,10 +157,10 @@ async def respond(
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[object, object, Output]) -> Output:
-    """Return the result of `work`; cancel it if the client leaves.
+    """Return the result of `work`; cancel it if the client disconnects.
 
     Raises:
-        ApiError: The client has left, and no response is read.
+        ApiError: The client has disconnected, so that it receives no response.
     """
     results = await _run_until_disconnect(request.receive, work)
     if not results:
@@ -166,7 +169,7 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
 
 
 async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
-    """Return the result of `work` in a list, which is empty if the client has left or takes nothing."""
+    """Return the result of `work` in a list, or an empty list if the client disconnects or `work` is cancelled."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)

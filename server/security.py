@@ -1,4 +1,4 @@
-"""Access and limits as plain ASGI layers: errors, origins, hosts, keys, and the size and duration of bodies.
+"""ASGI middleware for access and limits: errors, origins, hosts, API keys, and the size and duration of bodies.
 
 No layer buffers a response, so streams pass through unchanged.
 """
@@ -19,10 +19,10 @@ from .options import LOOPBACK_NAMES, ServerOptions
 from .responses import JsonResponse
 
 PUBLIC_PATHS = frozenset(("/", "/health", "/v1/health"))
-"""Paths that need no key."""
+"""Paths that need no API key."""
 ANTHROPIC_PREFIX = "/v1/messages"
 LOCAL_ORIGINS = "localhost"
-"""The entry of `ServerOptions.cors_origins` for the origins of this machine."""
+"""Entry of `ServerOptions.cors_origins` that permits every origin of this machine."""
 ORIGIN_HEADERS = {b"vary": b"Origin", b"access-control-expose-headers": b"*"}
 FRAMING_HEADERS = (b"content-length", b"transfer-encoding", b"connection")
 PREFLIGHT_HEADERS = {
@@ -30,32 +30,33 @@ PREFLIGHT_HEADERS = {
     b"access-control-allow-headers": b"*, Authorization",
     b"access-control-max-age": b"600",
 }
-"""Headers of the answer to a preflight request."""
+"""Headers of the response to a preflight request."""
 
 
 class HeaderName(bytes):
-    """The name of a header with capitals, which some clients of llama-server expect.
+    """A header name with capitals, such as ``Retry-After``, which some clients of llama-server expect.
 
-    uvicorn converts names by `lower`, and compares the names in `FRAMING_HEADERS`; these stay as they are.
+    uvicorn calls `lower` on names, so this class keeps the capitals there. uvicorn compares the names in
+    `FRAMING_HEADERS`, so those stay lower-case.
     """
 
     @classmethod
     def spell(cls, name: bytes) -> bytes:
-        """Return a name such as ``Retry-After``."""
+        """Return a header name with capitals, such as ``Retry-After``."""
         return name if name.lower() in FRAMING_HEADERS else cls(name.title())
 
     def lower(self) -> HeaderName:
-        """Return the name as it is."""
+        """Return the header name unchanged, so that uvicorn keeps the capitals."""
         return self
 
 
 class ErrorLayer:
-    """Turns every exception into an error response, and counts responses.
+    """Middleware that converts every exception to an error response, and counts responses.
 
     Args:
         app: The next layer.
         metrics: Counts responses by path and status.
-        paths: Known paths; others are counted as one.
+        paths: Known paths; others are counted together.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: Iterable[str]) -> None:
@@ -90,7 +91,7 @@ class ErrorLayer:
 
 
 def _make_error_response(error: Exception, path: str) -> JsonResponse:
-    """Return the response for an exception.
+    """Return the error response for an exception, in the format of the API of `path`.
 
     `ErrorLayer.__call__` keeps no variable with the error: the error refers to the frame of that call, so such a
     variable would form a cycle.
@@ -101,7 +102,7 @@ def _make_error_response(error: Exception, path: str) -> JsonResponse:
 
 
 class OriginLayer:
-    """Answers preflight requests of permitted origins, and refuses requests of web pages of other origins."""
+    """CORS middleware: answers preflight requests of permitted origins, and refuses web pages of other origins."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         self._app, self._origins = app, origins
@@ -138,7 +139,10 @@ def _is_same_origin(origin: str, host: str) -> bool:
 
 
 class AccessLayer:
-    """Requires a key; without keys, on a loopback address, a Host of this machine, against DNS rebinding."""
+    """Middleware that requires an API key.
+
+    Without keys on a loopback address it requires a Host header of this machine, against DNS rebinding.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._keys = app, tuple(key.encode() for key in options.api_keys)
@@ -155,7 +159,7 @@ class AccessLayer:
         await self._app(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compare with all keys, so that the time says nothing about them."""
+        """Whether the headers contain a valid API key; all keys are compared, so that the time reveals nothing."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         offered = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         found = [hmac.compare_digest(key, offered.encode("latin-1", "replace")) for key in self._keys]
@@ -163,7 +167,7 @@ class AccessLayer:
 
 
 def _parse_host(host: str) -> str:
-    """Return the name of a Host header without its port."""
+    """Return the host name of a Host header without its port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -171,7 +175,10 @@ def _parse_host(host: str) -> str:
 
 
 class BodyLimitLayer:
-    """Bounds the bytes of a body, by its declared length and while it is read, and the time for reading it."""
+    """Middleware that limits the bytes of a request body, and the seconds for reading it.
+
+    It checks the declared length, and the bytes that arrive.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_seconds: float) -> None:
         self._app, self._max_bytes, self._max_seconds = app, max_bytes, max_seconds

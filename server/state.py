@@ -1,4 +1,4 @@
-"""The state that the endpoints of one server share: the model, its active responses, and whether the server ends."""
+"""The state that the endpoints of one server share: the model, its active responses, and whether the server drains."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .requests import RequestBuilder
 from .streams import AnswerStream, EventBridge, Finish
 
 RETRY_SECONDS = 10.0
-"""The value of ``Retry-After`` while the server ends or its engine has failed."""
+"""The value of ``Retry-After`` while the server shuts down or its engine has failed."""
 MAX_EMBEDDINGS = 64
-"""Embedding requests that run or wait at once."""
+"""Maximum embedding requests that run or wait at once."""
 
 
 class ServingState:
-    """The model of a server with its active responses; used in the thread of the event loop."""
+    """The served model with its active responses; used in the thread of the event loop."""
 
     def __init__(self, service: ModelService, options: ServerOptions) -> None:
         self.service, self.options = service, options
@@ -39,11 +39,11 @@ class ServingState:
 
     @cached_property
     def visible_tokens(self) -> frozenset[int]:
-        """Tokens with markers of thoughts and tool calls; their text stays in answers."""
+        """Tokens that mark thoughts and tool calls; their text stays in answers."""
         return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
 
     def find_problem(self) -> str:
-        """Return why the server cannot generate, or an empty text."""
+        """Return the reason why the server cannot generate, or an empty string."""
         if self.is_draining:
             return "the server is shutting down"
         if failure := self.service.failure:
@@ -54,10 +54,10 @@ class ServingState:
         return f"the engine has been silent for {silence:.0f} s" if silence > self.options.heartbeat_seconds else ""
 
     def require_ready(self) -> None:
-        """Require that the server can generate.
+        """Require that the server accepts requests.
 
         Raises:
-            ApiError: It shuts down, or its engine has failed.
+            ApiError: The server shuts down, or its engine has failed.
         """
         if self.is_draining or self.service.failure:
             raise ApiError(503, self.find_problem(), retry_seconds=RETRY_SECONDS)
@@ -65,7 +65,7 @@ class ServingState:
     def submit(
         self, requests: Sequence[GenerationRequest], stops: Sequence[str], *, shows_markers: bool = False
     ) -> AnswerStream:
-        """Return the stream of newly queued requests, which `release` ends.
+        """Submit requests to the engine, and return the stream of their updates; `release` ends the stream.
 
         Raises:
             ApiError: The server shuts down, or its engine has failed.
@@ -81,7 +81,7 @@ class ServingState:
         return stream
 
     def release(self, stream: AnswerStream) -> None:
-        """End the running requests of a stream, and forget the stream."""
+        """Close a stream, which cancels its running requests, and remove it from the active ones."""
         self.active_streams.discard(stream)
         stream.close()
 
@@ -95,10 +95,10 @@ class ServingState:
 
     @contextmanager
     def counted_embedding(self) -> Iterator[None]:
-        """Return the context of one embedding request.
+        """Return a context that counts one running embedding request.
 
         Raises:
-            ApiError: Too many of them wait already.
+            ApiError: `MAX_EMBEDDINGS` requests run or wait already.
         """
         if self.embedding_count >= MAX_EMBEDDINGS:
             raise ApiError(429, f"{MAX_EMBEDDINGS} embedding requests wait already", retry_seconds=1)
@@ -114,7 +114,7 @@ class ServingState:
         return not self.active_streams and not self.embedding_count
 
     def begin_drain(self) -> None:
-        """Refuse new requests, and end requests without a slot."""
+        """Begin to drain: refuse new requests, and end the responses that still wait for a slot."""
         self.is_draining = True
         for stream in list(self.active_streams):
             if stream.is_queued:
@@ -126,11 +126,11 @@ class ServingState:
             stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
     def record_finish(self, finish: Finish) -> None:
-        """Add the end of a choice to the metrics."""
+        """Add the times of a finished choice to the metrics."""
         self.metrics.record_timing(finish.timing, finish.token_count)
 
 
 def state_of(request: Request) -> ServingState:
-    """Return the state of the server that got a request."""
+    """Return the state of the server that received a request."""
     state: ServingState = request.app.state.serving
     return state

@@ -1,7 +1,8 @@
-"""From the events of the engine to text: characters, stop strings, probabilities, and the end of each choice.
+"""Conversion of engine events to text: decoding, stop strings, logprobs, and the end of each choice.
 
-Events arrive in the thread of the engine and go through an `asyncio.Queue` to the coroutine of the response. An
-`AnswerStream` ends its requests in the engine when it is closed, also if a client has left.
+A choice is one generated text of a response. Events arrive in the thread of the engine and go through an
+`asyncio.Queue` to the coroutine of the response. An `AnswerStream` cancels its requests in the engine when it is
+closed, also after a disconnect of the client.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from .errors import ApiError
 from .options import ServerOptions
 
 TICK_SECONDS = 1.0
-"""Interval at which a silent stream looks at its limits."""
+"""Interval in seconds at which a stream checks its time limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """Text that choice number `choice` has gained, and the tokens that belong to it."""
+    """New text of choice number `choice`, with the tokens that belong to it."""
 
     choice: int
     text: str
@@ -41,7 +42,7 @@ class TextUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The prompt of a choice has been read up to `read_tokens` of `prompt_tokens` tokens."""
+    """Prompt progress of a choice: `read_tokens` of `prompt_tokens` tokens have been processed."""
 
     choice: int
     read_tokens: int
@@ -50,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a choice: `reason` is ``stop`` or ``length``; `stop_string` is the one that ended the text."""
+    """The end of a choice: its reason (``stop`` or ``length``), the stop string that ended it, tokens and times."""
 
     choice: int
     reason: str
@@ -60,36 +61,40 @@ class Finish:
 
     @property
     def stop_type(self) -> str:
-        """The kind of end in the words of llama-server."""
+        """The stop type in the terms of llama-server: ``word``, ``limit`` or ``eos``."""
         return "word" if self.stop_string else "limit" if self.reason == "length" else "eos"
 
 
 Update = TextUpdate | Progress | Finish
 QueueItem = Event | ApiError | None
-"""An item of the queue of a stream; `None` is a tick of the clock."""
+"""An item in the queue of a stream; `None` is a timer tick."""
 
 
 class TokenDecoder(Utf8Stream):
-    """A `Utf8Stream` that shows the text of some control tokens, and knows whether a character is incomplete."""
+    """An incremental token decoder that keeps the text of some control tokens, and knows of incomplete characters."""
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()) -> None:
         super().__init__(tokenizer)
         self._visible = visible
 
     def feed(self, token: int) -> str:
-        """Return the characters that a token completes; raises as `Utf8Stream.feed`."""
+        """Return the characters that a token completes.
+
+        Raises:
+            ModelError: As `Utf8Stream.feed`.
+        """
         if token in self._visible:
             return self._decoder.decode(self._tokenizer.token_bytes(token))
         return super().feed(token)
 
     @property
     def has_partial_character(self) -> bool:
-        """Whether bytes wait for the rest of a character."""
+        """Whether bytes of an incomplete UTF-8 character are pending."""
         return bool(self._decoder.getstate()[0])
 
 
 class ChoiceText:
-    """The text of one choice. Text that may begin a stop string is held, and its tokens with it.
+    """The text of one choice, released up to the last point that cannot begin a stop string.
 
     Args:
         choice: The number of the choice.
@@ -107,7 +112,7 @@ class ChoiceText:
         """Tokens with the positions of their first and behind their last character."""
 
     def feed(self, event: TokenEvent) -> TextUpdate | None:
-        """Return the text that a token makes certain, or `None`."""
+        """Return the text that is certain after one more token, or `None`."""
         if self.stop_string:
             return None
         self.token_count += 1
@@ -118,7 +123,7 @@ class ChoiceText:
         return self._send(text)
 
     def finish(self) -> TextUpdate | None:
-        """Return the text that was held until the end, or `None`."""
+        """Return the text that is still held at the end of the choice, or `None`."""
         if self.stop_string:
             return None
         rest = self._decoder.finish()
@@ -149,7 +154,7 @@ class ChoiceText:
 
 
 class EventBridge:
-    """Carries the events of an engine's thread to queues of the event loop, all events of a step with one wake-up.
+    """Sends events from the engine's thread to queues of the event loop; the events of a step need one wake-up.
 
     Args:
         loop: The event loop that reads the queues.
@@ -161,7 +166,7 @@ class EventBridge:
         self._is_scheduled = False
 
     def send(self, queue: asyncio.Queue[QueueItem], event: Event) -> None:
-        """Send an event; the thread of the engine calls it."""
+        """Send an event to a queue of the event loop; called in the thread of the engine."""
         self._pending.append((queue, event))
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -176,13 +181,13 @@ class EventBridge:
 
 
 class AnswerStream:
-    """The choices of one response, from their submission to their end.
+    """The updates of all choices of one response, from their submission to their end.
 
     Args:
-        service: The model.
-        bridge: Brings the events of the engine.
-        options: Limits of time.
-        requests: The requests; their positions are the numbers of the choices.
+        service: The served model.
+        bridge: Sends the events of the engine to the event loop.
+        options: Time limits.
+        requests: The engine requests; their positions are the numbers of the choices.
         stops: Strings that end a choice.
         visible: Control tokens with visible text.
     """
@@ -214,7 +219,7 @@ class AnswerStream:
         """Called if the client takes nothing for `ServerOptions.stall_seconds`."""
 
     def submit(self) -> None:
-        """Queue all requests in the engine, or none.
+        """Submit all requests to the engine, or none.
 
         Raises:
             QueueFullError: The queue is full.
@@ -230,7 +235,7 @@ class AnswerStream:
             raise
 
     def close(self) -> None:
-        """End the requests that still run in the engine, and drop the references that would form cycles."""
+        """Cancel the requests that still run in the engine, and drop the references that would form cycles."""
         for request in self._open:
             self._service.cancel(request)
         self._open.clear()
@@ -245,11 +250,11 @@ class AnswerStream:
 
     @property
     def is_queued(self) -> bool:
-        """Whether no request of the response has a slot yet."""
+        """Whether all requests of the response still wait for a slot."""
         return not self._has_begun and not self._open & set(self._service.status.slot_requests)
 
     def _receive(self, event: Event) -> None:
-        """Take an event in the thread of the engine."""
+        """Pass an event to the event loop; called in the thread of the engine."""
         self._bridge.send(self._queue, event)
 
     def _tick(self) -> None:
@@ -262,10 +267,10 @@ class AnswerStream:
         self._ticker = self._loop.call_later(self._tick_seconds, self._tick)
 
     async def read_updates(self) -> AsyncIterator[list[Update]]:
-        """Yield the updates that are known at once; an empty list after each `ping_seconds` of silence.
+        """Yield lists of updates as they arrive, and an empty list after each `ping_seconds` of silence.
 
         Raises:
-            ApiError: The engine has failed, the server ends, or the request took too long.
+            ApiError: The engine has failed, the server shuts down, or the request took too long.
         """
         start = silent_since = self._loop.time()
         self._ticker = self._loop.call_later(self._tick_seconds, self._tick)
@@ -327,11 +332,15 @@ class AnswerStream:
 
 
 CompleteText = tuple[str, tuple[TokenEvent, ...], Finish]
-"""Text, tokens and end of a choice."""
+"""Text, tokens and end of a complete choice."""
 
 
 async def read_complete_texts(stream: AnswerStream, count: int) -> list[CompleteText]:
-    """Return text, tokens and end of each choice; raises as `AnswerStream.read_updates`."""
+    """Wait for the end of all choices, and return the text, the tokens and the end of each.
+
+    Raises:
+        ApiError: As `AnswerStream.read_updates`.
+    """
     texts: list[list[str]] = [[] for _ in range(count)]
     tokens: list[list[TokenEvent]] = [[] for _ in range(count)]
     ends: dict[int, Finish] = {}

@@ -31,7 +31,7 @@ class Adapters:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the adapter leaves in graphs, by leaf name."""
+        """The adapter tensors that graphs read as weights, by weight name."""
         factors = {
             leaf.node.name: tensor for c in self.changes for leaf, tensor in zip(c.leaves, c.tensors, strict=True)
         }
@@ -39,19 +39,19 @@ class Adapters:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scale of each change and direction, to distinguish models with equal tensors."""
+        """The scales of all changes and directions, which distinguish models with equal adapter tensors."""
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
     def apply_to_graph(self, graph: Graph) -> Graph:
         """Return the graph of a step with the LoRA changes added.
 
         Raises:
-            ModelError: As for `lora.apply_changes`.
+            ModelError: As for `lora.apply_lora_changes`.
         """
         return apply_changes(graph, self.changes)
 
     def add_directions(self, block: int, x: Value) -> Value:
-        """Return the residual f32[..., width] after a block, plus the control directions of the block."""
+        """Add the control directions of a block to the residual f32[..., width] after the block."""
         for direction in self.directions:
             x = direction(x) if direction.block == block else x
         return x
@@ -75,7 +75,7 @@ def read_adapters(
     control_vectors: Iterable[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Adapters:
-    """Read the adapters of a model.
+    """Read the LoRA adapters and control vectors of a model from files.
 
     Args:
         base: The model file.

@@ -22,7 +22,7 @@ CONTROL_REMEDY = "use a control vector that was made for this model"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlDirection:
-    """A vector f32[width] that is added after a block, multiplied by `scale`."""
+    """A control direction: a vector f32[width] that is added, times `scale`, to the residual after a block."""
 
     block: int
     scale: float
@@ -37,7 +37,7 @@ class ControlDirection:
 def read_directions(
     number: int, path: Path, scale: float, width: int, blocks: int, layers: tuple[int, int]
 ) -> Iterator[ControlDirection]:
-    """Yield the directions of a file for the selected blocks. Block 0 has no direction.
+    """Yield the control directions of a file for the selected blocks. Block 0 has no direction.
 
     Args:
         number: Index of the file, which makes leaf names unique.

@@ -1,4 +1,4 @@
-"""LoRA: a matrix plus the product of two narrow matrices, which is never computed itself. Source: Hu et al., 2021.
+"""LoRA: add the product of two narrow matrices to a matrix without computing the product. Source: Hu et al., 2021.
 
 Files and scales follow llama.cpp (``convert_lora_to_gguf.py``, ``llama-adapter.cpp``). Example: instead of
 ``(W + s * up @ down) @ x`` the graph computes ``W @ x + up @ (s * (down @ x))``.
@@ -28,9 +28,9 @@ ALORA_KEY = "adapter.alora.invocation_tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraChange:
-    """A change of a matrix W[..., m, k]: plus ``factor * up @ down``, with up[..., m, r] and down[..., r, k].
+    """The LoRA change of a matrix W[..., m, k]: ``W + factor * up @ down``, with up[..., m, r] and down[..., r, k].
 
-    `leaves` are the factors in the form of the file: down and up, or, for an embedding table, up and transposed down.
+    `leaves` are both matrices as the file stores them: down and up, or, for an embedding table, up and transposed down.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class LoraChange:
 
     @property
     def down_transposed(self) -> Value:
-        """The transpose of `down`, [..., k, r]."""
+        """The matrix `down`, transposed to [..., k, r]."""
         return self.leaves[1] if self.is_table else self.oriented_factor(self.leaves[0])
 
     def oriented_factor(self, factor: Value) -> Value:
@@ -65,18 +65,18 @@ class LoraChange:
         return ops.transpose(factor)
 
     def matrix_product(self, node: Node) -> Value:
-        """Return the summand for the result of a `mul_mat` node with the matrix."""
+        """Emit the LoRA delta of a `mul_mat` node: the value to add to its result."""
         short = ops.mul_mat(self.down, node.inputs[1])
         return ops.mul_mat(self.up, ops.scale(short, scale=self.factor))
 
     def expert_product(self, node: Node) -> Value:
-        """Return the summand for the result of a `mul_mat_id` node with the expert matrices."""
+        """Emit the LoRA delta of a `mul_mat_id` node with expert matrices: the value to add to its result."""
         _, x, ids = node.inputs
         short = ops.mul_mat_id(self.down, x, ids)
         return ops.mul_mat_id(self.up, ops.scale(short, scale=self.factor), ids)
 
     def table_rows(self, node: Node) -> Value:
-        """Return the summand for the result of a `get_rows` node with the table."""
+        """Emit the LoRA delta of a `get_rows` node of an embedding table: the value to add to its result."""
         short = ops.get_rows(self.up, node.inputs[1])
         return ops.mul_mat(self.down_transposed, ops.scale(short, scale=self.factor))
 
@@ -87,11 +87,11 @@ class LoraChange:
 OP_CHANGES = MappingProxyType(
     {"mul_mat": LoraChange.matrix_product, "mul_mat_id": LoraChange.expert_product, "get_rows": LoraChange.table_rows}
 )
-"""The ops that may read a changed matrix as their first operand, with the method that builds the summand."""
+"""Methods that emit the LoRA delta, by op; the op reads the changed matrix as its first operand."""
 
 
 def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
-    """Return a graph in which the changes are added to every result that depends on a changed matrix.
+    """Return a graph with the LoRA changes added to each result that depends on a changed matrix.
 
     Raises:
         ModelError: Another op reads a changed matrix, or a graph with logits does not read it.
@@ -116,7 +116,7 @@ def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
 
 
 def _weight_name(node: Node) -> str:
-    """Return the name of the weight that is the first operand of a node, or an empty text."""
+    """Return the name of the weight that is the first operand of a node, or an empty string."""
     first = node.src[0] if node.src else None
     return first.node.name if first is not None and first.node.op == "weight" else ""
 
@@ -138,7 +138,7 @@ def _require_changeable(graph: Graph, changes_by_matrix: Mapping[str, Sequence[L
 
 
 def read_lora(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
-    """Yield the changes of a LoRA file.
+    """Yield the LoRA changes of a file.
 
     Args:
         base: The model file.

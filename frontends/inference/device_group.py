@@ -1,4 +1,4 @@
-"""The device group of a session, and how the devices share a model; with several processes, the devices of all."""
+"""The devices of a session, and how the devices share a model; with several processes, the devices of all processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 """Dtypes that KV caches may have."""
 
 
-def make_dtype_kind(types: Mapping[str, DType]) -> ArgumentKind:
-    """Return the argument kind of the name of one of these dtypes."""
-    return ArgumentKind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
+def make_dtype_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
+    """Make the argument kind (a validator) that accepts the names of the given dtypes."""
+    return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
 
 GROUP_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
@@ -45,7 +45,7 @@ GROUP_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
         "keep_packed": BOOL,
     }
 )
-"""The argument kind of each field of a `DeviceGroup`."""
+"""The argument kind that validates each field of a `DeviceGroup`, by field name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class DeviceGroup:
 
     @property
     def packed_weight_files(self) -> PackedWeightFiles | None:
-        """The files of packed weights, or `None` if they are not kept."""
+        """The disk cache of packed weights, or `None` if packed weights are not kept."""
         return PackedWeightFiles(cache_folder() / "packed") if self.keep_packed else None
 
     @property
@@ -98,13 +98,13 @@ ONE_DEVICE = DeviceGroup()
 
 
 def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
-    """Return the devices of a group, each with its share of the processors as threads unless `on.threads` is given.
+    """Return the backend and the device of each name in a group, with a thread count and the exact mode applied.
 
-    With several processes, a name without a rank, such as ``cpu:0``, means that device of each process. The properties
-    of a device come from its own process.
+    Without `on.threads` the devices of a machine share its processors. With several processes, a name without a rank,
+    such as ``cpu:0``, means that device of each process. The properties of a device come from its own process.
 
     Raises:
-        ModelError: A rank does not exist, or two devices are the same one with exact results.
+        ModelError: A rank does not exist, or two device names mean the same device with exact results.
     """
     device_of_name: dict[str, str] = {}
     for device in on.devices:
@@ -129,7 +129,7 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
 def _exchange_device_descriptions(
     group: Sequence[tuple[Backend, Device]], world: World
 ) -> list[tuple[Backend, Device]]:
-    """Return the devices as their own processes report them.
+    """Return the devices with the properties that their own processes report.
 
     Devices of one machine that share its memory do so across processes.
     """
@@ -149,7 +149,7 @@ def _exchange_device_descriptions(
 
 
 def resolve_device_name(device: str, on: DeviceGroup) -> str:
-    """Return the name of a device in a group: with exact results ``cpu:1`` is ``numpy:1``."""
+    """Return the name of the device that computes for `device`: with exact results ``cpu:1`` becomes ``numpy:1``."""
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)
 

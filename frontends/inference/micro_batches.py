@@ -1,6 +1,6 @@
-"""Micro-batches: sessions over the same weights, with steps that run pipelined through the devices.
+"""Micro-batches: several sessions over the same weights that run pipelined through the devices.
 
-Each micro-batch has states of its own. While the tokens of one micro-batch are on the second device, the tokens of the
+Each micro-batch has its own states. While the tokens of one micro-batch are on the second device, the tokens of the
 next one are on the first. A micro-batch starts its next tokens as soon as its logits are there.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class MicroBatchedSession:
-    """Several sessions with the interface of one `Session`; their sequences are numbered one session after the other.
+    """Several sessions (micro-batches) with the interface of one `Session`.
 
-    `choice` is the choice of micro-batches by predicted time.
+    The sequences are numbered one session after the other. `choice` is the choice of micro-batches by predicted time.
     """
 
     def __init__(self, sessions: Sequence[Session], choice: MicroBatchChoice) -> None:
@@ -66,7 +66,7 @@ class MicroBatchedSession:
     def evaluate(
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
-        """Append new tokens to all sequences or to none, as `Session.evaluate` does."""
+        """Append new tokens to all sequences or to none, and return the logits of each, as `Session.evaluate` does."""
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(token_ids) != self.sequences:
             raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")
@@ -81,7 +81,7 @@ class MicroBatchedSession:
     def _run_sequentially(
         self, microbatch_tokens: Sequence[PrefillChunk], every_position: bool, hidden: bool
     ) -> list[F32]:
-        """Run one micro-batch after the other, so that each step can be traced; rewind all of them after an error."""
+        """Run one micro-batch after the other, so that each step can be traced; restore all of them after an error."""
         marks = [make_checkpoint(one) for one in self.sessions]
         try:
             answers = [
@@ -118,7 +118,7 @@ class MicroBatchedSession:
 
     @validate_arguments(ModelError, sequence=integer_between(0))
     def reset(self, sequence: int) -> None:
-        """Forget a sequence, as `Session.reset` does."""
+        """Reset a sequence: forget its tokens, as `Session.reset` does."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         for one, place in zip(self.sessions, self.sequence_ranges, strict=True):
             if sequence in place:
@@ -126,7 +126,10 @@ class MicroBatchedSession:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Trace all sessions, as `Session.tracing` does; the micro-batches then run one after the other."""
+        """Trace the runs of all sessions in this context, as `Session.tracing` does.
+
+        The micro-batches then run one after the other.
+        """
         with ExitStack() as stack:
             trace = stack.enter_context(self.sessions[0].tracing())
             for other in self.sessions[1:]:
@@ -140,9 +143,9 @@ class MicroBatchedSession:
 
 
 class DecodeSchedule(Protocol):
-    """Steps of groups of sequences; `sequence_ranges` has the sequence numbers of each group.
+    """An order of decode steps for groups of sequences, in which steps may overlap.
 
-    Steps end in the order in which they begin.
+    `sequence_ranges` has the sequence numbers of each group. Steps end in the order in which they begin.
     """
 
     sequence_ranges: tuple[range, ...]
@@ -155,7 +158,7 @@ class DecodeSchedule(Protocol):
 
 
 class _SequentialDecode:
-    """All sequences in one group; `finish_step` runs the step."""
+    """A decode schedule without overlap: all sequences in one group; `finish_step` runs the step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
@@ -170,7 +173,7 @@ class _SequentialDecode:
 
 
 class _PipelinedDecode:
-    """One group per micro-batch; the steps run pipelined."""
+    """A decode schedule with one group per micro-batch; the steps run pipelined through the devices."""
 
     def __init__(self, all_of_them: MicroBatchedSession, around: ExitStack) -> None:
         self.sequence_ranges, self._sessions = all_of_them.sequence_ranges, all_of_them.sessions
@@ -202,10 +205,10 @@ class _PipelinedDecode:
 
 @contextmanager
 def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool = False) -> Iterator[DecodeSchedule]:
-    """Open a schedule in which a step waits only for the tokens of its own micro-batch.
+    """Open a decode schedule for a session; with micro-batches, the steps of different micro-batches overlap.
 
     With `alone`, a step waits for all steps before it. The schedule holds the devices from its first step until its
-    end. At the end, steps that were not finished are rolled back. Logits that were returned stay valid after an error.
+    end. At the end, unfinished steps are rolled back. Logits that were returned stay valid after an error.
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:
@@ -217,7 +220,7 @@ def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool 
 def make_session(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
 ) -> Session | MicroBatchedSession:
-    """Return a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
+    """Make a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
 
     Args:
         like: The session that has the weights.

@@ -1,4 +1,4 @@
-"""The identity of a model: the value that a saved state and all processes must share with the running model."""
+"""The identity of a model, which a saved state and all processes compare with the running model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..gguf.mapped_file import MappedFile
 from ..models import Model
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-"""A Linux file with a random number that the kernel draws at boot, so that it differs on every machine."""
+"""Linux file with a random id that the kernel draws at each boot, so that it differs on every machine."""
 
 
 def compute_model_digest(model: Model) -> str:
-    """Return the SHA-256 of a model.
+    """Compute the SHA-256 digest of a model, in hexadecimal.
 
     It covers the architecture, the adapters, the names, shapes and dtypes of tensors, and the data of small tensors.
     """
@@ -30,9 +30,10 @@ def compute_model_digest(model: Model) -> str:
 
 
 def identify_files(files: Iterable[MappedFile]) -> str:
-    """Return the boot number of the machine and the inodes of mapped files, or an empty text if one is unknown.
+    """Make a key that is equal in two processes if they map the same files on the same machine.
 
-    The text is equal in two processes if they map the same memory.
+    The key has the boot id of the machine, and the inode, size and time of each file. The key is empty if one of these
+    is unknown.
     """
     known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The model layout: how the weights and states of a model lie on the devices of a session; all its plans keep it."""
+"""The model layout: the distribution of weights and states over devices, which all plans of a session keep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...scheduler.lowering.device_plan import Devices
 
 OFFLOAD_DEVICE = "cpu:0"
-"""The device that stores the weights and states that do not fit on the other devices."""
+"""Device that stores the weights and states that do not fit on the other devices."""
 BALANCED_PROMPT_TOKENS = 128
 """Prompt tokens for which the mode ``layer`` balances the time of the devices."""
 ASSUMED_PROMPT_TOKENS, ASSUMED_NEW_TOKENS = 512, 128
@@ -32,7 +32,7 @@ ASSUMED_PROMPT_TOKENS, ASSUMED_NEW_TOKENS = 512, 128
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of the model file that are loaded, and all its bytes."""
+    """Progress of weight loading: the loaded bytes of the model file, and all its bytes."""
 
     loaded_bytes: int
     total_bytes: int
@@ -46,9 +46,9 @@ def plan_model_layout(
     first_step: Step,
     largest_step: Step,
     *,
-    may_follow: bool,
+    can_pipeline: bool,
 ) -> Plan:
-    """Return the plan of `first_step`. All other plans keep its layout of weights and states.
+    """Choose the model layout, and return it as the plan of `first_step`; all other plans keep this layout.
 
     If memory is too short for `largest_step`, the layout comes from a plan of `largest_step` with host offload. In the
     mode ``layer``, devices get layers for equal times of a prompt, except if shares are given or the memory sizes
@@ -61,7 +61,7 @@ def plan_model_layout(
         graph_of: Builds the graph of a step.
         first_step: The step that reads all weights.
         largest_step: The step that needs the most memory.
-        may_follow: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
+        can_pipeline: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
     """
     asked, one = resolve_devices(on, world), graph_of(first_step)
     cells = max(first_step.cells, min(ASSUMED_PROMPT_TOKENS, first_step.context))
@@ -71,7 +71,7 @@ def plan_model_layout(
 
     use = (
         make_workload(graph_with, first_step.sequences, first_step.context)
-        if may_follow and on.split_mode == "auto" and len(asked) > 1
+        if can_pipeline and on.split_mode == "auto" and len(asked) > 1
         else None
     )
 
@@ -105,7 +105,7 @@ def plan_model_layout(
 
 
 def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:
-    """Return the workload that a model layout is chosen for: sequences, each with a prompt and decoded tokens after it.
+    """Make the workload for which a model layout is chosen: each sequence reads a prompt and then decodes tokens.
 
     ``graph_of(sequences, tokens)`` builds the graph of a step.
     """
@@ -116,7 +116,7 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:
-    """Bind every weight of a plan to the data of the model, and report the progress after each weight.
+    """Load every weight of a plan from the model into a store, and report the progress after each weight.
 
     Large weights come first, while little else is in memory. The others follow in the order of the graph.
     """

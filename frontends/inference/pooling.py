@@ -1,4 +1,4 @@
-"""Pool the rows of the tokens of a text to one vector, by the kind that a model file names."""
+"""Pooling of the rows of a text's tokens to one vector, by the pooling type of a model file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..errors import ModelError
 from .session import F32
 
 MEAN_POOLING, FIRST_TOKEN_POOLING, LAST_TOKEN_POOLING, RANK_POOLING = 1, 2, 3, 4
-"""Kinds of pooling, as ``pooling_type`` of a GGUF file numbers them. Kind 0 is none; the mean is taken then."""
+"""Pooling types, as ``pooling_type`` of a GGUF file numbers them. Type 0 is none; the mean is taken then."""
 
 
 def choose_pooling(kind: object) -> Any:
-    """Return the function that pools rows f32[n, width] to one vector f32[width].
+    """Return the function of a pooling type, which pools rows f32[n, width] to one vector f32[width].
 
     Raises:
-        ModelError: The kind is unknown, or ranks pairs of texts.
+        ModelError: The type is unknown, or is 4 (rank), which scores pairs of texts.
     """
     pooling_functions = {
         0: _pool_mean,

@@ -1,4 +1,4 @@
-"""The exactness of a session: rewrite the step graphs of a model as its device group asks."""
+"""Rewrites of the step graphs of a model that make results more exact or faster, as its device group asks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..models import Model, Step
 from .device_group import DeviceGroup
 
 HALF_DTYPES = frozenset((DType.F16, DType.BF16))
-"""Dtypes of 16 bits that attention must not compute in."""
+"""Dtypes of 16 bits, in which attention must not compute for exact results."""
 NodeRewrite = Callable[[Node], Sequence[Value] | None]
-"""Returns the replacement of the results of a node, or `None` to keep the node."""
+"""A function that returns the replacement of the results of a node, or `None` to keep the node."""
 
 
 def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], Graph]:
-    """Return the function that builds the graph of each step of a model.
+    """Make the function that builds the graph of a step, with the rewrites for exact or fast arithmetic.
 
     Raises:
         ModelError: `on` asks for exact results together with bf16 transfers or with fast arithmetic.
@@ -40,12 +40,12 @@ def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], G
 
 
 def build_rewritten_graph(model: Model, rules: Sequence[NodeRewrite], step: Step) -> Graph:
-    """Return the graph of a step with `rules` applied to its nodes."""
+    """Build the graph of a step and apply the rewrites `rules` to its nodes."""
     return reduce(rewrite_graph, rules, model.graph(step))
 
 
 def relax_exactness(node: Node) -> Sequence[Value] | None:
-    """Set the attribute `exact` of a node to false."""
+    """Drop the attribute `exact` of a node, so that backends may round to 16 bits."""
     return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
 
 

@@ -1,7 +1,7 @@
 """Prefill in chunks: a prompt is split into chunks that run pipelined through the devices of a session.
 
 While one chunk is on the second device, the next chunk is on the first device. Example: 300 tokens in three chunks of
-100 take 4 stage times on two devices instead of 6.
+100 take 4 stage times on two devices instead of 6. A row here is the logits or the hidden state of one token.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ F32 = npt.NDArray[np.float32]
 MIN_CHUNK_TOKENS = 64
 """Minimum tokens of a chunk; a matrix product with fewer rows takes more time per row."""
 CHUNK_SIZE_QUARTERS = (4, 6)
-"""Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size has a plan, so there are few."""
+"""Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size needs a plan, so there are few."""
 
 PrefillChunk = Sequence[list[int]]
-"""The tokens of each sequence that run together."""
+"""New tokens of each sequence that run together; an idle sequence has an empty list."""
 
 
 def can_chunk(tokens: int) -> bool:
-    """Return whether `tokens` tokens are enough for more than one chunk."""
+    """Whether `tokens` tokens are enough for more than one chunk."""
     return tokens > MIN_CHUNK_TOKENS
 
 
 def compute_pipeline_depth(plan: Plan) -> int:
-    """Return the number of pipeline stages of a plan, or 1 if pipelining gains nothing."""
+    """Return the number of pipeline stages of a plan, or 1 if the speedup of pipelined runs is too small."""
     if len(plan.lanes) == 1:
         return 1
     from ...scheduler.pipelining.stage_times import (
@@ -50,7 +50,7 @@ def compute_pipeline_depth(plan: Plan) -> int:
 def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
     """Return the allowed chunk sizes in tokens, ascending, up to `max_tokens`.
 
-    Up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
+    Example: up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
     """
     grown = (
         MIN_CHUNK_TOKENS * step * 2**times // 4
@@ -61,7 +61,7 @@ def compute_chunk_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def round_up_to_chunk_size(tokens: int, max_tokens: int) -> int:
-    """Return the allowed chunk size for a chunk of `tokens` tokens, at most `max_tokens`."""
+    """Return the smallest allowed chunk size that holds `tokens` tokens, at most `max_tokens`."""
     return (
         next(size for size in compute_chunk_sizes(max_tokens) if size >= tokens)
         if can_chunk(tokens)
@@ -75,40 +75,44 @@ def next_power_of_two(n: int) -> int:
 
 
 def split_equally(tokens: int, max_tokens: int) -> tuple[int, ...]:
-    """Return the sizes of chunks of `max_tokens` tokens each; the last one may be smaller."""
+    """Split `tokens` tokens into chunks of `max_tokens` tokens, and return their sizes; the last one may be smaller."""
     return tuple(min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens))
 
 
 def choose_pipelined_chunks(
-    tokens: int, behind: int, max_tokens: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
+    prompt_tokens: int,
+    past_tokens: int,
+    max_tokens: int,
+    context_bucket_of: Callable[[int], int],
+    plan_of: Callable[[int, int], Plan],
 ) -> tuple[int, ...]:
-    """Return the sizes in tokens of the chunks of a prompt that run pipelined.
+    """Choose the chunk sizes in tokens of a prompt that runs pipelined, by predicted time.
 
     Args:
-        tokens: Tokens of the prompt.
-        behind: Tokens that the sequence already has.
+        prompt_tokens: Tokens of the prompt.
+        past_tokens: Tokens that the sequence already has.
         max_tokens: Maximum tokens of a chunk.
-        cells_of: The context bucket for a sequence length.
-        plan_of: The plan of a run with a token count, after which a sequence has a given length.
+        context_bucket_of: Returns the context bucket for a sequence length.
+        plan_of: Returns the plan of a run with a token count, after which a sequence has a given length.
     """
     from ...scheduler import ChunkTimeModel, choose_prefill_chunks
 
     sizes = compute_chunk_sizes(max_tokens)
-    ends = [behind + min(sizes[0], tokens), behind + tokens]
-    cells = {cells_of(length): length for length in ends}
+    ends = [past_tokens + min(sizes[0], prompt_tokens), past_tokens + prompt_tokens]
+    cells = {context_bucket_of(length): length for length in ends}
     predicted = ChunkTimeModel(
         lambda count, seen: plan_of(count, cells[seen]), (sizes[0], sizes[-1]), (min(cells), max(cells))
     )
-    return choose_prefill_chunks(tokens, behind, sizes, predicted).chunk_sizes
+    return choose_prefill_chunks(prompt_tokens, past_tokens, sizes, predicted).chunk_sizes
 
 
-def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
-    """Explain in one sentence how a prompt is split into chunks, the reason, and the predicted time.
+def explain_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callable[[int], Plan]) -> str:
+    """Explain in one sentence how a prompt is split into chunks, with the reason and the predicted time.
 
     Args:
-        tokens: Tokens of the prompt.
-        whole: The plan that reads the whole prompt at once.
-        plan_of: The plan that reads a given number of tokens.
+        prompt_tokens: Tokens of the prompt.
+        whole_plan: The plan that reads the whole prompt at once.
+        plan_of: Returns the plan that reads a given number of tokens.
     """
     from ...scheduler import ChunkTimeModel, choose_prefill_chunks, format_seconds
     from ...scheduler.pipelining.stage_times import (
@@ -118,10 +122,10 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
         format_stage_count,
     )
 
-    stages, at_once = count_pipeline_stages(whole), format_seconds(whole.cost.total)
+    stages, at_once = count_pipeline_stages(whole_plan), format_seconds(whole_plan.cost.total)
     if stages == 1:
         why = "all devices meet, so that none can begin with other tokens"
-    elif not can_chunk(tokens):
+    elif not can_chunk(prompt_tokens):
         why = f"parts have {MIN_CHUNK_TOKENS} tokens at least"
     elif (times := estimate_pipeline_speedup(plan_of(1))) < MIN_PIPELINE_SPEEDUP:
         why = (
@@ -129,46 +133,51 @@ def explain_chunks(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> 
             f"and have to be {MIN_PIPELINE_SPEEDUP} times as fast"
         )
     else:
-        sizes = compute_chunk_sizes(tokens)
-        predicted = ChunkTimeModel(lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (tokens, tokens))
-        choice = choose_prefill_chunks(tokens, 0, sizes, predicted)
+        sizes = compute_chunk_sizes(prompt_tokens)
+        predicted = ChunkTimeModel(
+            lambda count, cells: plan_of(count), (sizes[0], sizes[-1]), (prompt_tokens, prompt_tokens)
+        )
+        choice = choose_prefill_chunks(prompt_tokens, 0, sizes, predicted)
         if len(choice.chunk_sizes) > 1:
             each = ", ".join(map(str, dict.fromkeys(choice.chunk_sizes)))
             return (
-                f"{tokens} tokens are read in {len(choice.chunk_sizes)} parts of {each}, "
-                f"that follow each other through {format_stage_count(stages, len(whole.lanes))}, "
+                f"{prompt_tokens} tokens are read in {len(choice.chunk_sizes)} parts of {each}, "
+                f"that follow each other through {format_stage_count(stages, len(whole_plan.lanes))}, "
                 f"predicted to take {format_seconds(choice.seconds)}; as one {at_once}"
             )
         why = "parts take longer"
-    return f"{tokens} tokens are read as one, predicted to take {at_once}; {why}"
+    return f"{prompt_tokens} tokens are read as one, predicted to take {at_once}; {why}"
 
 
 def split_tokens(tokens: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
-    """Split the tokens of each sequence into chunks of the given sizes, in order."""
+    """Split the new tokens of each sequence into chunks of the given sizes, in order."""
     ends = [*accumulate(sizes, initial=0)]
     return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
 
 
-def choose_chunk_outputs(parts: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
-    """Return the output kind of each chunk: ``logits`` only if a caller needs them, as the output matrix is large."""
-    last = {at for new in zip(*parts, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
-    asked = [not hidden and (every_position or at in last) for at in range(len(parts))]
+def choose_chunk_outputs(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
+    """Return the output kind of each chunk: ``logits`` or ``hidden``.
+
+    The output matrix is large, so a chunk returns logits only if a caller needs them.
+    """
+    last = {at for new in zip(*chunks, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
+    asked = [not hidden and (every_position or at in last) for at in range(len(chunks))]
     return ["logits" if logits else "hidden" for logits in asked]
 
 
 def advance_lengths(
-    part: PrefillChunk, lengths: Sequence[int], recent: list[list[int]], remembers: int
+    chunk: PrefillChunk, lengths: Sequence[int], recent_tokens: list[list[int]], recent_count: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the lengths and the last `remembers` tokens of the sequences after a chunk has been read."""
-    longer = [n + len(new) for n, new in zip(lengths, part, strict=True)]
-    if not remembers:
-        return longer, recent
-    return longer, [[*old, *new][-remembers:] for old, new in zip(recent, part, strict=True)]
+    """Return the lengths and the last `recent_count` tokens of all sequences after a chunk."""
+    longer = [n + len(new) for n, new in zip(lengths, chunk, strict=True)]
+    if not recent_count:
+        return longer, recent_tokens
+    return longer, [[*old, *new][-recent_count:] for old, new in zip(recent_tokens, chunk, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class ReversibleStep:
-    """A reversible step: the state of the session before it, and the tokens that it read."""
+    """A step that can be rewound: its tokens, and the state of the session before it."""
 
     step: Step
     lengths: Sequence[int]
@@ -180,7 +189,7 @@ class ReversibleStep:
 class ChunkedPrefill:
     """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
 
-    `lengths` and `recent` are the state of the sequences after the last chunk.
+    `lengths` and `recent` are the lengths and recent tokens of the sequences after the last chunk.
     """
 
     chunks: Sequence[PrefillChunk]
@@ -191,51 +200,51 @@ class ChunkedPrefill:
     lengths: list[int]
     recent: list[list[int]]
 
-    def split_rows_by_sequence(self, results: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
-        """Return the rows of each chunk per sequence; an idle sequence gets its rows of `idle`."""
+    def split_rows_by_sequence(self, results: Iterable[Mapping[str, F32]], idle_rows: Sequence[F32]) -> list[list[F32]]:
+        """Split the output rows of each chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
         outputs = zip(results, self.outputs, self.chunks, strict=True)
-        return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
+        return [split_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
 
 
-def list_output_positions(part: PrefillChunk) -> list[tuple[int, int]]:
-    """Return (sequence, token index) of every new token."""
-    return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
+def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
+    """Return (sequence, token index) for every new token of a chunk."""
+    return [(i, t) for i, new in enumerate(chunk) for t in range(len(new))]
 
 
-def split_rows(rows: F32, part: PrefillChunk, every_position: bool, idle: Sequence[F32]) -> list[F32]:
-    """Split output rows by sequence; an idle sequence gets its rows of `idle`."""
-    lengths = [len(new) if every_position else 1 for new in part]
+def split_rows(rows: F32, chunk: PrefillChunk, every_position: bool, idle_rows: Sequence[F32]) -> list[F32]:
+    """Split the output rows of a chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
+    lengths = [len(new) if every_position else 1 for new in chunk]
     ends = accumulate(lengths)
-    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
+    return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, chunk, idle_rows, strict=True)]
 
 
 def join_rows(
     tokens: PrefillChunk,
-    parts: Sequence[PrefillChunk],
-    runs: Iterable[Sequence[F32]],
+    chunks: Sequence[PrefillChunk],
+    chunk_rows: Iterable[Sequence[F32]],
     every_position: bool,
-    nothing: F32,
+    idle_rows: F32,
 ) -> list[F32]:
-    """Join the rows of all chunks per sequence.
+    """Join the output rows of all chunks, for each sequence.
 
     Args:
         tokens: The new tokens of each sequence.
-        parts: The same tokens in chunks.
-        runs: Per chunk, the rows of each sequence.
+        chunks: The same tokens in chunks.
+        chunk_rows: Per chunk, the rows of each sequence.
         every_position: Join the rows of all chunks, instead of taking the row of the last token.
-        nothing: The rows of an idle sequence.
+        idle_rows: The rows of an idle sequence.
     """
     rows_of: list[list[F32]] = [[] for _ in tokens]
-    ends = accumulate(max(map(len, part)) for part in parts)
-    for end, part, logits in zip(ends, parts, runs, strict=True):
+    ends = accumulate(max(map(len, part)) for part in chunks)
+    for end, part, logits in zip(ends, chunks, chunk_rows, strict=True):
         for rows, one, mine, new in zip(rows_of, logits, part, tokens, strict=True):
             if mine and (every_position or end >= len(new)):
                 rows.append(one)
-    return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else nothing for rows in rows_of]
+    return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else idle_rows for rows in rows_of]
 
 
 def as_token_ids(sequence: int, tokens: Sequence[int]) -> list[int]:
-    """Return tokens from a caller as a list of integers; `sequence` names them in messages.
+    """Return the tokens from a caller as a list of integers; `sequence` names them in messages.
 
     Raises:
         ModelError: The tokens are not integers in one dimension.

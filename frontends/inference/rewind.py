@@ -1,4 +1,4 @@
-"""Rewind a session: to a checkpoint, or by the last tokens of a reversible step."""
+"""Rewinding of a session: to a checkpoint, or by the last tokens of a reversible step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .session import Session
 
 @dataclass(frozen=True, slots=True)
 class SessionCheckpoint:
-    """A point to which a session can be reset: lengths, recent tokens, and the states that are not caches."""
+    """A checkpoint of a session: lengths, recent tokens, and the states that are not KV caches."""
 
     lengths: tuple[int, ...]
     recent: tuple[list[int], ...]
@@ -23,7 +23,7 @@ class SessionCheckpoint:
 
 
 def make_checkpoint(session: Session) -> SessionCheckpoint:
-    """Return a checkpoint of the present state of a session.
+    """Make a checkpoint of the current state of a session.
 
     KV caches are not copied, because cells after the end of a sequence are not read.
     """
@@ -32,16 +32,16 @@ def make_checkpoint(session: Session) -> SessionCheckpoint:
         return SessionCheckpoint(tuple(session.lengths), tuple(session.recent), states)
 
 
-def restore_checkpoint(session: Session, mark: SessionCheckpoint) -> None:
-    """Reset a session to one of its checkpoints and restore the states that are not caches."""
+def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
+    """Reset a session to one of its checkpoints."""
     with session.store.turn:
-        for name, array in mark.states.items():
+        for name, array in checkpoint.states.items():
             session.store.state(name)[...] = array
-        session.lengths, session.recent = list(mark.lengths), list(mark.recent)
+        session.lengths, session.recent = list(checkpoint.lengths), list(checkpoint.recent)
 
 
 def rewind_last_step(session: Session, token_count: int) -> None:
-    """Keep only the first `token_count` tokens that sequence 0 read in the last call of `Session.evaluate`.
+    """Rewind the last call of `Session.evaluate`: keep only its first `token_count` tokens of sequence 0.
 
     That call must have been `reversible`. Nothing is computed again: the step has saved the recurrent states after each
     token.

@@ -1,4 +1,4 @@
-"""Save a session and continue it later. Whole states are saved, so the number of devices may differ.
+"""Save a session to a file and load it later. Whole states are saved, so the number of devices may differ.
 
 The file is a NumPy ``.npz``: one array per state, with only the cache cells in use, and a JSON header. The header names
 the model, the sequences and their lengths. Nothing is unpickled.
@@ -36,7 +36,7 @@ NPY_HEADER = re.compile(
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
     re.DOTALL,
 )
-"""The beginning of a dense array of float32, float16 or bytes, as `numpy.save` writes it."""
+"""Pattern of the header of a dense array of float32, float16 or bytes, as `numpy.save` writes it."""
 
 
 @validate_arguments(
@@ -53,7 +53,7 @@ def save_state(
     *,
     talk: Mapping[str, object] | None = None,
 ) -> None:
-    """Write the states of a session and the tokens of each sequence to a file, completely or not at all.
+    """Save the states of a session and the tokens of each sequence to a file, completely or not at all.
 
     Args:
         session: The session. All ranks make this call; rank 0 writes the file.
@@ -86,10 +86,10 @@ def save_state(
 
 @validate_arguments(ModelError, session=instance_of(Session, MicroBatchedSession), path=instance_of(str, Path))
 def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list[list[int]]:
-    """Restore a session from a file, and return the tokens of each sequence.
+    """Restore the states of a session from a file, and return the tokens of each sequence.
 
-    The context, the split, and the number of devices and of processes may have changed. Rank
-    0 reads the file. After an error the session is unchanged.
+    The context, the split, and the number of devices and of processes may have changed. Rank 0 reads the file. After an
+    error the session is unchanged.
 
     Raises:
         ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
@@ -121,10 +121,10 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
 
 
 def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
-    """Return the conversation in a saved state.
+    """Read the conversation in a saved state.
 
     Raises:
-        ModelError: The state holds no conversation.
+        ModelError: The state has no conversation.
     """
     try:
         talk = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
@@ -149,8 +149,8 @@ def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, np
     return header, {name.removeprefix("state/"): array for name, array in states.items()}
 
 
-def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
-    """Return the contents of an archive of `size` bytes.
+def _read_archive(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
+    """Read the members of a zip archive of `file_bytes` bytes, by name.
 
     Raises:
         ValueError: `numpy.savez` did not write the archive.
@@ -160,7 +160,7 @@ def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
             entries = archive.infolist()
             if any(entry.compress_type != ZIP_STORED or entry.flag_bits & 1 for entry in entries):
                 raise ValueError("its arrays are compressed or encrypted")
-            if sum(entry.file_size for entry in entries) > size:
+            if sum(entry.file_size for entry in entries) > file_bytes:
                 raise ValueError("its arrays are larger than the file")
             if len({entry.filename for entry in entries}) < len(entries):
                 raise ValueError("it holds two arrays of one name")
@@ -172,7 +172,7 @@ def _read_archive(file: BinaryIO, size: int) -> dict[str, bytes]:
 
 
 def _parse_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
-    """Return the array of a member as a view of its bytes.
+    """Parse an archive member in npy format as an array, which is a view of its bytes.
 
     NumPy's own reader would allocate as many bytes as the shape asks for.
     """
@@ -211,7 +211,7 @@ def _parse_header(
 def _parse_recent_tokens(
     session: Session | MicroBatchedSession, header: Mapping[str, object], lengths: Sequence[int]
 ) -> list[list[int]]:
-    """Return the last tokens of each sequence, as many as the model needs."""
+    """Return the recent tokens of each sequence from the header of a saved state, after a check."""
     history_count, rows = session.model.history_token_count, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("it does not hold the last tokens of each sequence")
@@ -225,7 +225,7 @@ def _parse_recent_tokens(
 def _pair_sessions_with_lengths(
     session: Session | MicroBatchedSession, lengths: Sequence[int]
 ) -> Iterator[tuple[Session, list[int]]]:
-    """Return the sessions that hold the states, each with the lengths of its sequences."""
+    """Return each session that has states, with the lengths of its sequences."""
     places = zip(session.sessions, session.sequence_ranges, strict=True)
     return ((one, list(lengths[place.start : place.stop])) for one, place in places)
 
@@ -238,7 +238,7 @@ def _compute_expected_shape(
 
 
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
-    """Return the number of saved rows of a state."""
+    """Return the number of rows of a state that are saved: for a cache, the rows in use."""
     return (
         len(_select_rows_in_use(session, name, lengths))
         if session.is_cache(name)
@@ -247,7 +247,7 @@ def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> in
 
 
 def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the row numbers of a cache that are in use, sequence by sequence.
+    """Return the indices of the cache rows in use, sequence by sequence.
 
     A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
     """
@@ -273,7 +273,7 @@ def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], 
 
 @contextmanager
 def convert_file_errors() -> Iterator[None]:
-    """Turn an `OSError` about a file into a `ModelError` in this context."""
+    """Convert each `OSError` in this context to a `ModelError`."""
     try:
         yield
     except OSError as error:

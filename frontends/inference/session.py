@@ -59,11 +59,11 @@ COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
-    """Runs batches of new tokens for a fixed number of sequences and keeps the states of the sequences.
+    """Sequences of tokens over one model: runs batches of new tokens and keeps the states of the sequences.
 
     A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
     plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
-    parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
+    parallel. A session made `like` another session uses the devices and weights of that one, and has its own states.
     With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
     No bucket has fewer than `min_tokens` (1) new tokens per sequence.
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
@@ -122,9 +122,9 @@ class Session:
         self.group: list[tuple[Backend, Device]]  # mode `none` may use fewer devices
         if like is None:
             largest = self.make_step(next_power_of_two(self.batch), self.context, sequences)
-            may_follow = model.is_causal and not model.mtp_block_count and watch is None
+            can_pipeline = model.is_causal and not model.mtp_block_count and watch is None
             self._layout_plan = plan_model_layout(
-                on, self.world, self._rules, self._graph, self._full_step, largest, may_follow=may_follow
+                on, self.world, self._rules, self._graph, self._full_step, largest, can_pipeline=can_pipeline
             )
             self.group = self._layout_plan.group
             self._speeds = agree_on_speeds(self.group, self.world)
@@ -168,7 +168,7 @@ class Session:
         hidden: bool = False,
         reversible: bool = False,
     ) -> list[F32]:
-        """Append new tokens to each sequence and return the logits of each sequence.
+        """Append new tokens to each sequence, and return the logits of each sequence.
 
         Raises `ModelError` if a sequence would exceed the context; nothing is changed then.
 
@@ -195,7 +195,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
-        """Build the plans and kernels for `tokens` more tokens of sequence 0, `behind` tokens after its present end."""
+        """Build plans and kernels for `tokens` more tokens of sequence 0, which begin `behind` tokens after its end."""
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
@@ -225,15 +225,15 @@ class Session:
         return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
-        """Return whether chunks run pipelined: no chunk needs results of the previous one, and nothing watches."""
+        """Whether chunks run pipelined: on several stages, without MTP blocks, watch, trace or reversible step."""
         alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
-    def choose_chunk_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
-        """Return the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
+    def choose_chunk_sizes(self, tokens: int, past_tokens: int, reversible: bool = False) -> tuple[int, ...]:
+        """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
             return split_equally(tokens, self.batch)
-        return choose_pipelined_chunks(tokens, behind, self.batch, self._round_up_context, self._plan_chunk)
+        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._round_up_context, self._plan_chunk)
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
         return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
@@ -262,29 +262,29 @@ class Session:
             inputs.append(self.model.inputs(steps[-1], batch))
         return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
-    def bind_chunks(self, reading: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
-        """Return the bound plan and the inputs of each chunk, for the pipelined runs of the scheduler."""
-        return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
+    def bind_chunks(self, prefill: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
+        """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
+        return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
-    def has_pipelines(self, reading: ChunkedPrefill) -> bool:
-        """Return whether every step of a chunked prefill is already bound to a pipeline."""
-        return all(step in self._pipelines for step in reading.steps)
+    def has_pipelines(self, prefill: ChunkedPrefill) -> bool:
+        """Whether every step of a chunked prefill is already bound for pipelined runs."""
+        return all(step in self._pipelines for step in prefill.steps)
 
-    def end_prefill(self, reading: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
-        """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
-        self.reversible_step, self.lengths, self.recent = None, reading.lengths, reading.recent
-        return reading.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
+    def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
+        """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
+        self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
+        return prefill.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
 
     def make_empty_rows(self, hidden: bool) -> F32:
         """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
-    def advance_by(self, part: PrefillChunk) -> None:
-        """Add the tokens of a chunk to the lengths and the recent tokens of the sequences."""
-        self.lengths, self.recent = advance_lengths(part, self.lengths, self.recent, self.model.history_token_count)
+    def advance_by(self, chunk: PrefillChunk) -> None:
+        """Advance the lengths and the recent tokens of the sequences by the tokens of a chunk."""
+        self.lengths, self.recent = advance_lengths(chunk, self.lengths, self.recent, self.model.history_token_count)
 
     def require_valid_tokens(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
-        """Raise `ModelError` for tokens that `evaluate` refuses. `first` is the number of sequence 0 in messages."""
+        """Raise `ModelError` for tokens that `evaluate` refuses; `first` is the number of sequence 0 in messages."""
         if self.model.is_encoder and not hidden:
             what = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
             raise ModelError(f"{what} and has no logits of what follows; use `hocket embed`")
@@ -300,22 +300,22 @@ class Session:
                 )
 
     def is_cache(self, name: str) -> bool:
-        """Return whether a state has one row per cell of each sequence, not one entry per sequence."""
+        """Whether a state is a cache, with one row per cell of each sequence, not one entry per sequence."""
         return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
-        """Return the cells of a sequence in a cache: one per token or token block, or the ring cache."""
+        """Return the number of cells of a sequence in a cache: one per token or token block; a ring cache has fewer."""
         ring = self._token_step.ring_cells(self.model.window_tokens(cache))
         return ring or -(-self.context // self.model.tokens_per_cell(cache))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """The sessions with the states of the sequences; a `MicroBatchedSession` has several."""
+        """The sessions that have the states of the sequences: only this one; a `MicroBatchedSession` has several."""
         return (self,)
 
     @property
     def sequence_ranges(self) -> tuple[range, ...]:
-        """The numbers of the sequences in each of `sessions`."""
+        """The range of sequence numbers in each of `sessions`."""
         return (range(self.sequences),)
 
     @property
@@ -323,10 +323,10 @@ class Session:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_sequence_state, self.store.states))
 
-    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
-    def make_step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
-        """Return the step for a bucket of `tokens` new tokens, up to `length`; `gives` is a `Step.output_kind`."""
-        return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
+    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, kind=TEXT | NONE, block=NATURAL)
+    def make_step(self, tokens: int, length: int, outputs: int = 1, kind: str | None = None, block: int = 0) -> Step:
+        """Return the step of `tokens` new tokens in the context bucket of `length`; `kind` is its `output_kind`."""
+        return self._step_of(tokens, length, outputs, kind or self._gives, turn=block)
 
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
@@ -337,7 +337,7 @@ class Session:
         )
 
     def _round_up_context(self, length: int) -> int:
-        """Return the context bucket of a run after which the longest sequence has `length` tokens."""
+        """Return the context bucket for the longest sequence, which has `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
@@ -348,12 +348,12 @@ class Session:
         return self._step_of(room, length, outputs, gives, reversible)
 
     def _round_up_tokens(self, tokens: int) -> int:
-        """Return the token bucket of a run; with a value watch the exact count, since statistics skip padding."""
+        """Return the token bucket of a run; with a value watch the exact count, because statistics skip padding."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
-        """Return the plan of a step over the present layout of weights and states, with watched values as outputs."""
+        """Return the plan of a step in the model layout, with watched values as outputs; the first call builds it."""
         if step == self._full_step and self.watch is None:
             return self._layout_plan
         if step not in self._plans:
@@ -368,7 +368,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
-        """Append tokens in one step, and compare each value with the same op on another device."""
+        """Append tokens in one step, and yield the difference of each value from the same op on another device."""
         new = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([new])
@@ -382,7 +382,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
-        """Return the plan of a step, bound to the memory of this session; the first call binds it."""
+        """Return the executor of a step: its plan, bound to the memory of this session; the first call binds it."""
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
@@ -407,7 +407,7 @@ class Session:
 
     @contextmanager
     def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
-        """Time every instruction of the runs in this context; the first run may raise `PlanError`."""
+        """Trace the time of every instruction of the runs in this context; the first run may raise `PlanError`."""
         from ...scheduler import Trace
 
         before, trace = self.trace, trace or Trace()
@@ -430,7 +430,7 @@ class Session:
 
     @property
     def planned_steps(self) -> tuple[Step, ...]:
-        """The steps that are bound so far."""
+        """The steps that have an executor so far."""
         return (*self._executors,)
 
     def reset(self, sequence: int) -> None:

@@ -1,4 +1,4 @@
-"""The lease of a session: a session with the tokens that its sequences have read, kept between calls of a model."""
+"""Session leases: sessions that a model keeps between calls, with the tokens in the state of each sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from .session import Session
 
 
 class SessionLease:
-    """A session and the known tokens per sequence: the tokens that it has read, and perhaps one more."""
+    """A session that a model lends to one call at a time, with the known tokens of each sequence.
+
+    The known tokens are the tokens that the session has processed, and perhaps one more.
+    """
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.session = session
@@ -17,20 +20,19 @@ class SessionLease:
 
     @property
     def only_session(self) -> Session:
-        """The session of the only sequence."""
+        """The session that has the states of the only sequence."""
         (session,) = self.session.sessions
         return session
 
     @property
     def key(self) -> tuple[int, int]:
-        """The sequence count and the context in tokens: the key of idle leases."""
+        """The sequence count and the context in tokens; a model finds an idle lease by this key."""
         return self.session.sequences, self.session.context
 
     def reuse_prefix(self, ids: list[int]) -> list[int]:
-        """Return the tokens of `ids` that sequence 0 has still to read.
+        """Reuse the processed tokens of sequence 0 as a prefix of `ids`, and return the remaining tokens of `ids`.
 
-        If sequence 0 has read the beginning of `ids`, these are the rest; else all of `ids`, and all sequences are
-        reset.
+        If `ids` has another beginning, or no further tokens, all sequences are reset and all of `ids` is returned.
         """
         read = self.tokens[0][: self.session.lengths[0]]
         if not read or len(ids) <= len(read) or ids[: len(read)] != read:

@@ -17,19 +17,22 @@ from ..errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """The statistics of one step by value name; the step ran `token_count` tokens from position `first_position` on."""
+    """Statistics of the watched values of one step, by value name.
+
+    The step ran `token_count` tokens from position `first_position` on.
+    """
 
     first_position: int
     token_count: int
     statistics: Mapping[str, Statistics]
 
     @classmethod
-    def from_arrays(cls, values: Mapping[str, Array], first: int, tokens: int) -> StepStatistics:
-        """Return the statistics of arrays of a step."""
-        return cls(first, tokens, {name: Statistics.of(array) for name, array in values.items()})
+    def from_arrays(cls, arrays: Mapping[str, Array], first_position: int, token_count: int) -> StepStatistics:
+        """Compute the statistics of the arrays of a step; `first_position` is the position of its first token."""
+        return cls(first_position, token_count, {name: Statistics.of(array) for name, array in arrays.items()})
 
     def format_lines(self) -> Iterator[str]:
-        """Return the lines of a table with one row per value."""
+        """Yield the lines of a table with one row per value."""
         last = self.first_position + self.token_count - 1
         where = f"token {self.first_position}" if self.token_count == 1 else f"tokens {self.first_position} to {last}"
         rows: list[tuple[str, ...]] = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
@@ -41,10 +44,10 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ValueWatch:
-    """A regular expression for value names, and a callback that receives their statistics after each step.
+    """A watch on graph values: a regular expression for names, and a callback that gets statistics after each step.
 
     A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
-    is split where a value inside it is watched.
+    is split at a watched value inside it.
     """
 
     pattern: str
@@ -55,7 +58,11 @@ class ValueWatch:
         require(ModelError, "ValueWatch", "see", self.see, CALLABLE)
 
     def require_match(self, graph: Graph) -> None:
-        """Raise `PlanError` unless the graph has a value of such a name."""
+        """Require that the name of at least one value of the graph matches the pattern.
+
+        Raises:
+            PlanError: No name matches.
+        """
         from ...scheduler import select_matching_values
 
         select_matching_values(graph, self.pattern)
@@ -66,11 +73,11 @@ class ValueWatch:
 
         return with_observed_values(graph, select_matching_values(graph, self.pattern))
 
-    def report_step(self, outputs: Mapping[str, Array], first: int, tokens: int) -> None:
-        """Call `see` with the statistics of the watched values among the outputs of a step."""
+    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
+        """Call the callback `see` with the statistics of the watched values among the outputs of a step."""
         from ...scheduler import select_observed_outputs
 
-        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first, tokens))
+        self.see(StepStatistics.from_arrays(select_observed_outputs(outputs), first_position, token_count))
 
 
 if not TYPE_CHECKING:

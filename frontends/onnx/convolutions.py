@@ -1,4 +1,4 @@
-"""Converters of ONNX's convolutions, poolings and resizing."""
+"""Converters of ONNX's convolutions, pooling and resizing."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..tensors.tensor import Tensor, constant_tensor
 from .op_calls import as_integers, require_constant
 
 AxisPads = list[tuple[int, int]]
-"""The pads before and after each spatial axis."""
+"""The padding before and after each spatial axis."""
 
 
 def _compute_pads(
-    auto: str, pads: Sequence[int], n: Sequence[int], k: Sequence[int], s: Sequence[int], d: Sequence[int]
+    auto_pad: str, pads: Sequence[int], n: Sequence[int], k: Sequence[int], s: Sequence[int], d: Sequence[int]
 ) -> AxisPads:
-    """Return the pads of each axis, as ``auto_pad`` (`auto`) computes them or as ``pads`` lists them.
+    """Return the padding of each spatial axis, from ``auto_pad`` or from the listed ``pads``.
 
     Args:
-        auto: ``NOTSET``, ``VALID``, ``SAME_UPPER`` or ``SAME_LOWER``.
+        auto_pad: ``NOTSET``, ``VALID``, ``SAME_UPPER`` or ``SAME_LOWER``.
         pads: The listed pads: first all before, then all after.
         n: Sizes of the axes.
         k: Sizes of the kernel.
         s: Strides.
         d: Dilations.
     """
-    if auto in ("NOTSET", "VALID"):
-        flat = list(pads) if auto == "NOTSET" and pads else [0] * (2 * len(k))
+    if auto_pad in ("NOTSET", "VALID"):
+        flat = list(pads) if auto_pad == "NOTSET" and pads else [0] * (2 * len(k))
         return list(zip(flat[: len(k)], flat[len(k) :], strict=True))
     whole = [max(0, (-(-m // t) - 1) * t + e * (w - 1) + 1 - m) for m, w, t, e in zip(n, k, s, d, strict=True)]
-    return [(p - p // 2, p // 2) if auto == "SAME_LOWER" else (p // 2, p - p // 2) for p in whole]
+    return [(p - p // 2, p // 2) if auto_pad == "SAME_LOWER" else (p // 2, p - p // 2) for p in whole]
 
 
 def convolution(
@@ -95,7 +95,7 @@ def average_pool(
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
-    """Pool by the p-norm: the p-th root of the sum of p-th powers in each window."""
+    """Convert ``LpPool``: return the p-norm of each window, the p-th root of its sum of p-th powers."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
     sums = arith.scale_and_shift(means, math.prod(kernel_shape))
@@ -103,7 +103,7 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
 
 
 def make_global_pool_converter(kind: str) -> Any:
-    """Return the converter of a global pooling (`kind` is ``mean`` or ``max``) over all spatial axes."""
+    """Make the converter of a global pooling over all spatial axes; `kind` is ``mean`` or ``max``."""
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
@@ -115,27 +115,29 @@ def make_global_pool_converter(kind: str) -> Any:
 # ------------------------------------------------------------------------------------------------------------ resizing
 
 
-def _compute_source_positions(n: int, out: int, scale: float, how: str) -> np.ndarray:
-    """Return the position of each new entry on the old axis, by ONNX's ``coordinate_transformation_mode`` (`how`).
+def _compute_source_positions(old_size: int, new_size: int, scale: float, coordinate_mode: str) -> np.ndarray:
+    """Return the position on the old axis from which each new entry is interpolated.
 
     Args:
-        n: The old size of the axis.
-        out: The new size of the axis.
+        old_size: The old size of the axis.
+        new_size: The new size of the axis.
         scale: New size divided by old size, before rounding.
-        how: The coordinate transformation mode.
+        coordinate_mode: ONNX's ``coordinate_transformation_mode``.
     """
-    i = np.arange(out, dtype=np.float64)
-    if how == "align_corners":
-        return i * (n - 1) / (n * scale - 1) if out > 1 else np.zeros(1)
-    if how == "asymmetric":
+    i = np.arange(new_size, dtype=np.float64)
+    if coordinate_mode == "align_corners":
+        return i * (old_size - 1) / (old_size * scale - 1) if new_size > 1 else np.zeros(1)
+    if coordinate_mode == "asymmetric":
         return i / scale
-    if how == "pytorch_half_pixel" and out == 1:
+    if coordinate_mode == "pytorch_half_pixel" and new_size == 1:
         return np.full(1, -0.5)
     shift = 0.0
-    if how == "half_pixel_symmetric":
-        shift = n / 2 * (1 - out / (n * scale))
-    elif how not in ("half_pixel", "pytorch_half_pixel"):
-        raise ModelError(f"resizing by {how!r}; hocket has half_pixel, align_corners, asymmetric and their kin")
+    if coordinate_mode == "half_pixel_symmetric":
+        shift = old_size / 2 * (1 - new_size / (old_size * scale))
+    elif coordinate_mode not in ("half_pixel", "pytorch_half_pixel"):
+        raise ModelError(
+            f"resizing by {coordinate_mode!r}; hocket has half_pixel, align_corners, asymmetric and their kin"
+        )
     return shift + (i + 0.5) / scale - 0.5
 
 
@@ -145,40 +147,50 @@ _ROUNDING_BY_MODE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "floor": np.floor,
     "ceil": np.ceil,
 }
-"""How a position is rounded, by ONNX's ``nearest_mode``."""
+"""Functions that round a position, by ONNX's ``nearest_mode``."""
 
 
 def _build_resize_matrix(
-    points: np.ndarray, n: int, mode: str, nearest: str, a: float, inside: bool, wide: float
+    positions: np.ndarray,
+    old_size: int,
+    mode: str,
+    rounding_mode: str,
+    cubic_coefficient: float,
+    excludes_outside: bool,
+    kernel_width: float,
 ) -> np.ndarray:
-    """Build the matrix [new, old] that resizes one axis.
+    """Build the interpolation matrix [new, old] that resizes one axis.
 
     Args:
-        points: The position of each new entry on the old axis.
-        n: The old size of the axis.
+        positions: The position of each new entry on the old axis.
+        old_size: The old size of the axis.
         mode: ``nearest``, ``linear`` or ``cubic``.
-        nearest: The rounding of positions in mode ``nearest``.
-        a: The coefficient of the cubic kernel.
-        inside: Give entries outside the axis the weight 0; otherwise they count as the nearest entry.
-        wide: The width of the kernel relative to its usual width; above 1 for antialiasing.
+        rounding_mode: The rounding of positions in mode ``nearest``.
+        cubic_coefficient: The coefficient of the cubic kernel.
+        excludes_outside: Give entries outside the axis the weight 0; otherwise they count as the nearest entry.
+        kernel_width: The width of the kernel relative to its usual width; above 1 for antialiasing.
     """
-    matrix = np.zeros((len(points), n))
+    matrix = np.zeros((len(positions), old_size))
     if mode == "nearest":
-        ids = np.clip(_ROUNDING_BY_MODE[nearest](points), 0, n - 1).astype(int)
-        matrix[np.arange(len(points)), ids] = 1
+        ids = np.clip(_ROUNDING_BY_MODE[rounding_mode](positions), 0, old_size - 1).astype(int)
+        matrix[np.arange(len(positions)), ids] = 1
         return matrix
-    reach = math.ceil((1 if mode == "linear" else 2) * wide)
-    first = np.floor(points).astype(int)
+    reach = math.ceil((1 if mode == "linear" else 2) * kernel_width)
+    first = np.floor(positions).astype(int)
     for offset in range(1 - reach, reach + 1):
-        t = np.abs(first + offset - points) / wide
+        t = np.abs(first + offset - positions) / kernel_width
         if mode == "linear":
             weight = np.maximum(0, 1 - t)
         else:
-            inner, outer = ((a + 2) * t - (a + 3)) * t * t + 1, ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+            inner, outer = (
+                ((cubic_coefficient + 2) * t - (cubic_coefficient + 3)) * t * t + 1,
+                ((cubic_coefficient * t - 5 * cubic_coefficient) * t + 8 * cubic_coefficient) * t
+                - 4 * cubic_coefficient,
+            )
             weight = np.where(t <= 1, inner, np.where(t < 2, outer, 0))
         place = first + offset
-        weight = np.where((place < 0) | (place >= n), 0, weight) if inside else weight
-        np.add.at(matrix, (np.arange(len(points)), np.clip(place, 0, n - 1)), weight)
+        weight = np.where((place < 0) | (place >= old_size), 0, weight) if excludes_outside else weight
+        np.add.at(matrix, (np.arange(len(positions)), np.clip(place, 0, old_size - 1)), weight)
     return matrix / matrix.sum(1, keepdims=True)
 
 
@@ -189,7 +201,10 @@ def resize(
     axes: Sequence[int] | None = None, antialias: int = 0, extrapolation_value: float = 0.0,
     keep_aspect_ratio_policy: str = "stretch",
 ) -> Tensor:  # fmt: skip
-    """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
+    """Convert ``Resize``: resize axes one after the other, by scales or to sizes.
+
+    Each axis is multiplied by an interpolation matrix.
+    """
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
         output_sizes = as_integers(sizes) or []
@@ -216,6 +231,6 @@ def resize(
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
-    """Resize by scales, as the older op ``Upsample`` does."""
+    """Convert ``Upsample``, the older form of ``Resize``: resize all axes by scales."""
     scale_tensor = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, scale_tensor, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

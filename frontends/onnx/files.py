@@ -1,4 +1,7 @@
-"""Read ONNX files from any source: check their content first, and read no file outside their folder."""
+"""Read ONNX files from untrusted sources.
+
+The content is checked before use. External data are read only from files in the folder of the model.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
 MAX_MODEL_BYTES = 1 << 31
-"""The size in bytes that a protobuf message cannot reach."""
+"""Limit of the size of a model file: a protobuf message has fewer bytes."""
 MAX_NODES = 1 << 18
-"""The largest number of nodes of a model after its functions are inlined."""
+"""Largest number of nodes of a model after its functions are inlined."""
 
 
 def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path | None]:
-    """Read the model in a file or in bytes, and return it with the folder of its external data (None for bytes).
+    """Read an ONNX model from a file or from bytes, and return it with the folder of its external data.
+
+    The folder is None for bytes.
 
     Raises:
         ModelError: The package onnx is missing, the source is no ONNX model, or its functions are recursive or too
@@ -59,7 +64,11 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
 
 
 def _require_bounded_functions(model: ModelProto) -> None:
-    """Raise `ModelError` for functions that call themselves, or that have too many nodes after inlining."""
+    """Require that the functions of a model are not recursive, and have at most `MAX_NODES` nodes after inlining.
+
+    Raises:
+        ModelError: A function calls itself, or the functions have too many nodes.
+    """
     bodies = {(f.domain, f.name): f.node for f in model.functions}
     sizes: dict[tuple[str, str], int | None] = {}
 
@@ -82,7 +91,7 @@ def _require_bounded_functions(model: ModelProto) -> None:
 
 
 def read_tensor_array(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
-    """Return the numbers of an initialiser or an attribute; external data are memory-mapped.
+    """Return the array of an ONNX tensor (an initialiser or an attribute); external data are memory-mapped.
 
     Raises:
         ModelError: The tensor holds strings, its data do not match its shape, or its external file is not usable.
@@ -109,7 +118,11 @@ def read_tensor_array(tensor: TensorProto, folder: Path | None) -> npt.NDArray[A
 def _map_external_data(
     tensor: TensorProto, shape: tuple[int, ...], folder: Path | None, dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
-    """Map the external data of a tensor, which must be in a file below the folder of the model."""
+    """Memory-map the external data of a tensor as an array.
+
+    Raises:
+        ModelError: The file is outside the folder of the model, or has other bytes than the tensor declares.
+    """
     entries = {e.key: e.value for e in tensor.external_data}
     name, location = tensor.name, entries.get("location", "")
     if folder is None:

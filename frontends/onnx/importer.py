@@ -1,10 +1,10 @@
-"""Convert an ONNX model to a graph.
+"""Conversion of an ONNX model to a graph.
 
 1. Varying shapes and fixed inputs get the values that the caller gives.
 2. Functions are inlined, and shape inference finds the dtype of each value.
-3. Inputs become inputs. Initialisers become weights if they hold floats or are large, and constants otherwise.
-4. A node of shape arithmetic with constant inputs is computed by the reference evaluator of onnx.
-5. Every other node is converted by its row of the op table.
+3. Inputs become graph inputs. Initialisers become weights if they hold floats or are large, otherwise constants.
+4. Shape arithmetic with constant inputs is constant-folded by the reference evaluator of onnx.
+5. The op table converts every other node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 MAX_FOLDED_ENTRIES = 1 << 12
-"""The largest number of input entries of a node that is computed during the import."""
+"""Largest number of input entries of a node that is constant-folded."""
 
 
 @validate_arguments(ModelError)
@@ -52,7 +52,7 @@ def from_onnx(
         fixed: The values of inputs on which shapes depend, by input name. These inputs become constants.
 
     Raises:
-        ModelError: The model has ops without a row; the message lists all of them with their numbers of nodes. Or the
+        ModelError: The op table lacks ops of the model; the message lists all of them with their node counts. Or the
             model is inconsistent, or has a type or a shape that hocket does not support.
     """
     model, folder = read_model(source)
@@ -73,7 +73,7 @@ def from_onnx(
 
 
 def _fix_shapes_and_inputs(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> None:
-    """Write the given shapes into the inputs of a model, and turn inputs with given values into initialisers."""
+    """Write the given shapes into the inputs of a model, and turn the inputs in `fixed` into initialisers."""
     from onnx import numpy_helper
 
     infos = {info.name: info for info in model.graph.input}
@@ -95,7 +95,7 @@ def _fix_shapes_and_inputs(model: ModelProto, shapes: dict[str, Any], fixed: dic
 
 
 def _inline_functions(model: ModelProto) -> ModelProto:
-    """Inline functions: the model's own, and the definitions that ONNX gives for ops without a row."""
+    """Inline the functions of the model, and the definitions that ONNX gives for ops that the op table lacks."""
     from onnx.defs import SchemaError, get_schema
     from onnx.inliner import inline_local_functions, inline_selected_functions
     from onnx.shape_inference import infer_shapes
@@ -136,7 +136,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
 
 
 def _describe_uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
-    """Describe the first node with a function that onnx cannot inline."""
+    """Return an error message for the first op in `ids` (domain, op type) that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
     for key in sorted(ids):
@@ -153,7 +153,7 @@ def _describe_uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
 
 
 def _normalise_domain(node: NodeProto) -> str:
-    """Return the operator domain of a node, with an empty string for ONNX's own domain."""
+    """Return the operator domain of a node; the domain of ONNX itself is the empty string."""
     return "" if node.domain == "ai.onnx" else node.domain
 
 
@@ -164,7 +164,7 @@ def _list_opsets(model: ModelProto) -> dict[str, int]:
 
 @dataclass
 class _ModelImporter:
-    """The import of one model: the values and the leaves that exist so far."""
+    """The conversion of one model: the tensors, constants and weights that exist so far."""
 
     model: ModelProto
     folder: Path | None
@@ -193,7 +193,7 @@ class _ModelImporter:
         return self._finish_program()
 
     def _import_graph(self, graph: GraphProto) -> None:
-        """Convert the nodes of the model, or of the taken branch of an ``If``."""
+        """Convert the nodes of the model graph, or of the taken branch of an ``If`` node."""
         for tensor in graph.initializer:
             data = self.constants[tensor.name] = read_tensor_array(tensor, self.folder)
             if data.size > 1 and data.dtype.kind not in "biu":
@@ -206,7 +206,11 @@ class _ModelImporter:
             self._convert_node(node, _list_opsets(self.model).get("", 1))
 
     def _add_input(self, info: ValueInfoProto) -> None:
-        """Add an input of the model. Raises `ModelError` for an unsupported type or a varying shape."""
+        """Add an input of the model as a graph input.
+
+        Raises:
+            ModelError: The type is not supported, or the shape varies.
+        """
         from onnx import helper
 
         if not info.type.HasField("tensor_type"):
@@ -227,7 +231,7 @@ class _ModelImporter:
         self.values[info.name] = Tensor(input(info.name, stored_shape(shape), dtype), shape, truth)
 
     def _require_rows(self, graph: GraphProto) -> None:
-        """Raise `ModelError` with all ops that have no row."""
+        """Raise `ModelError` with all ops of a graph that the op table lacks."""
         missing = Counter(
             ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
@@ -240,11 +244,11 @@ class _ModelImporter:
             )
 
     def _is_constant_node(self, node: NodeProto) -> bool:
-        """Return whether a node is shape arithmetic with constant inputs."""
+        """Whether a node is shape arithmetic with constant inputs, so that it can be constant-folded."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
     def _convert_node(self, node: NodeProto, opset: int) -> None:
-        """Convert one node: compute it now, take a branch of it, or call its row of the op table."""
+        """Convert one node: fold it to a constant, take a branch of it, or call its converter of the op table."""
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:
             if name and name not in self.values and name not in self.constants:
@@ -277,7 +281,7 @@ class _ModelImporter:
             )
 
     def _import_taken_branch(self, node: NodeProto, where: str) -> None:
-        """Convert the taken branch of an ``If`` node, which has a constant condition."""
+        """Convert the taken branch of an ``If`` node; its condition must be constant."""
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
             raise ModelError(
@@ -300,7 +304,7 @@ class _ModelImporter:
                 self.weight_names.add(name)
 
     def _add_result(self, name: str, result: Tensor) -> None:
-        """Store a result under its name, cast to the dtype of the ONNX value."""
+        """Store the result of a node under its value name, cast to the dtype of the ONNX value."""
         if name in self.dtype_names:
             result = cast(result, *find_dtype(self.dtype_names[name], name))
         if result.constant is not None:
@@ -308,7 +312,7 @@ class _ModelImporter:
         self.values[name] = result
 
     def _evaluate_constant(self, node: NodeProto, opset: int, where: str) -> None:
-        """Compute the results of a node with the reference evaluator of onnx."""
+        """Constant-fold a node: compute its results with the reference evaluator of onnx."""
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
 
@@ -329,7 +333,7 @@ class _ModelImporter:
             self.constants[name] = np.asarray(result)
 
     def _resolve_tensor(self, name: str) -> Tensor:
-        """Return a value as a `Tensor`, and turn a constant into a weight where that is needed.
+        """Return the tensor of a value name; a constant becomes a graph constant or a weight at its first use.
 
         A constant becomes a weight if it is large, bfloat16, or an initialiser of floats.
         """
@@ -347,7 +351,7 @@ class _ModelImporter:
         return self.values[name]
 
     def _finish_program(self) -> Program:
-        """Build the graph from the outputs, and the program with its arguments and results."""
+        """Build the graph from the model outputs, and return the program with its arguments and results."""
         outputs: dict[str, Value] = {}
         results: list[ProgramResult] = []
         for info in self.model.graph.output:
@@ -366,7 +370,11 @@ class _ModelImporter:
 
 
 def _decode_attributes(node: NodeProto) -> dict[str, Any]:
-    """Return the attributes of a node by name: numbers, text, lists of these, and arrays."""
+    """Return the attributes of a node by name, as numbers, text, lists of these, or arrays.
+
+    Raises:
+        ModelError: An attribute is a graph, a reference or of an unsupported type.
+    """
     from onnx import AttributeProto, helper
 
     read: dict[str, Any] = {}

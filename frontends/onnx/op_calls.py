@@ -21,15 +21,15 @@ from ..tensors import indexing, shapes
 from ..tensors.tensor import Tensor, cast, constant_tensor
 
 OpConverter: TypeAlias = Callable[..., Any]
-"""A function that converts one node: inputs and attributes in, results out."""
+"""A function that converts one node: it takes the inputs and attributes, and returns the results."""
 OptionalIntegers: TypeAlias = "Tensor | Sequence[int] | int | None"
-"""Integers of an attribute or of an input; None if it is absent."""
+"""Integers from an attribute or from an input of a node; None if they are absent."""
 MAX_CONSTANT_ENTRIES = 1 << 26
-"""The largest number of entries of a constant that an op creates from a shape."""
+"""Largest number of entries of a constant that an op creates from a shape."""
 
 
 def as_integers(x: OptionalIntegers) -> list[int] | None:
-    """Return the integers of an attribute or of a constant input, or None for an absent one.
+    """Return the integers of an attribute or of a constant input as a list, or None if they are absent.
 
     Raises:
         ModelError: The input depends on the inputs of the model.
@@ -40,14 +40,18 @@ def as_integers(x: OptionalIntegers) -> list[int] | None:
 
 
 def require_constant(x: Tensor) -> np.ndarray:
-    """Return the numbers of a constant. Raises `ModelError` for a tensor that depends on the inputs of the model."""
+    """Return the array of a constant tensor.
+
+    Raises:
+        ModelError: The tensor depends on an input of the model.
+    """
     if x.constant is None:
         raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
     return np.asarray(x.constant)
 
 
 def as_number(x: Any, default: Any) -> Any:
-    """Return the single number of an attribute or of a constant, or `default` for an absent one."""
+    """Return the single number of an attribute or of a constant input, or `default` if it is absent."""
     if x is None:
         return default
     return require_constant(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
@@ -57,7 +61,7 @@ def as_number(x: Any, default: Any) -> Any:
 
 
 def make_variadic_converter(op: Callable[[Tensor, Tensor], Tensor]) -> OpConverter:
-    """Return the converter of an op with any number of operands, which applies a binary function from left to right."""
+    """Make the converter of an op with any number of operands, which folds a binary function over them."""
     return lambda *xs: reduce(op, xs)
 
 
@@ -74,16 +78,18 @@ def mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
-    """Return a to the power of b; a constant scalar exponent allows cheaper ops."""
+    """Convert ``Pow``: return ``a ** b``; a constant scalar exponent allows cheaper ops."""
     if b.constant is not None and b.constant.size == 1 and b.rank <= a.rank:
         exponent = b.constant.reshape(-1)[0].item()
         return arith.power(a, int(exponent) if float(exponent).is_integer() and abs(exponent) < 5 else float(exponent))
     return arith.power(a, b)
 
 
-def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, *, min: Any = None, max: Any = None) -> Any:
-    """Clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
-    return arith.clamp(x, low if low is not None else min, high if high is not None else max)
+def clip(
+    x: Tensor, min_input: Tensor | None = None, max_input: Tensor | None = None, *, min: Any = None, max: Any = None
+) -> Any:
+    """Convert ``Clip``: clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
+    return arith.clamp(x, min_input if min_input is not None else min, max_input if max_input is not None else max)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -108,7 +114,7 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
-    """Return whether entries are infinite, with either sign switched on or off."""
+    """Convert ``IsInf``: return whether entries are infinite, for the signs that the attributes switch on."""
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, is_requested in ((above, detect_positive), (below, detect_negative)) if is_requested]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
@@ -121,7 +127,7 @@ def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, see
 
 
 def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
-    """Keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
+    """Convert ``Trilu``: keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
     keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), as_number(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
 
@@ -130,7 +136,7 @@ def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
-    """Reshape; 0 keeps an axis unless `allowzero` is set, and one -1 is inferred."""
+    """Convert ``Reshape``: a size of 0 keeps the axis unless `allowzero` is set, and one -1 is inferred."""
     sizes = as_integers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
@@ -151,12 +157,12 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
 
 
 def squeeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
-    """Remove axes of size 1; `axes_input` are the axes as an input, `axes` as an attribute."""
+    """Convert ``Squeeze``: remove axes of size 1; the axes are an input (`axes_input`) or an attribute (`axes`)."""
     return shapes.squeeze(x, as_integers(axes_input if axes is None else axes))
 
 
 def unsqueeze(x: Tensor, axes_input: OptionalIntegers = None, *, axes: OptionalIntegers = None) -> Tensor:
-    """Insert axes of size 1; `axes_input` are the axes as an input, `axes` as an attribute."""
+    """Convert ``Unsqueeze``: insert axes of size 1; the axes are an input (`axes_input`) or an attribute (`axes`)."""
     new = as_integers(axes_input if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
@@ -170,7 +176,10 @@ def concat(*xs: Tensor, axis: int) -> Tensor:
 
 
 def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int) -> Any:
-    """Split an axis into the given sizes, or into `num_outputs` equal parts; the last part may be smaller."""
+    """Convert ``Split``: split an axis into the given sizes, or into `num_outputs` equal parts.
+
+    The last of the equal parts may be smaller.
+    """
     parts = as_integers(sizes if split is None else split)
     n = x.shape[x.axis(axis)]
     if parts is None:
@@ -182,14 +191,17 @@ def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num
 
 
 def slice_(
-    x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
-    ends: Any = None, axes: Any = None,
+    x: Tensor, starts_input: Any = None, ends_input: Any = None, axes_input: Any = None, steps_input: Any = None, *,
+    starts: Any = None, ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
-    begin = as_integers(first if starts is None else starts) or []
-    end = as_integers(last if ends is None else ends) or []
-    at = as_integers(over if axes is None else axes) or list(range(len(begin)))
-    steps = as_integers(by) or [1] * len(begin)
+    """Convert ``Slice``: slice axes with steps.
+
+    Bounds and axes are inputs (newer opsets) or attributes (older ones).
+    """
+    begin = as_integers(starts_input if starts is None else starts) or []
+    end = as_integers(ends_input if ends is None else ends) or []
+    at = as_integers(axes_input if axes is None else axes) or list(range(len(begin)))
+    steps = as_integers(steps_input) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.axis(a)]
         if step < 0:  # -1 is the index before the first entry here
@@ -201,12 +213,15 @@ def slice_(
 
 
 def pad(
-    x: Tensor, pads_input: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
+    x: Tensor, pads_input: Any = None, fill: Tensor | None = None, axes_input: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
+    """Convert ``Pad``: pad axes with a value or by a mode.
+
+    The pads are an input (newer opsets) or an attribute (older ones).
+    """
     flat = as_integers(pads_input if pads is None else pads) or []
-    at = [x.axis(a) for a in (as_integers(over) or range(x.rank))]
+    at = [x.axis(a) for a in (as_integers(axes_input) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
     ends = [(0, 0)] * x.rank
@@ -230,12 +245,16 @@ def expand(x: Tensor, shape: Tensor) -> Tensor:
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
-    """Return the axes `start` to `end` of the shape as a constant."""
+    """Convert ``Shape``: return the sizes of the axes `start` to `end` as a constant."""
     return constant_tensor(np.asarray(x.shape[slice(start, end)], np.int64))
 
 
 def _require_small_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple. Raises `ModelError` for a negative axis or too many entries."""
+    """Return a shape as a tuple.
+
+    Raises:
+        ModelError: A size is negative, or the shape has more than `MAX_CONSTANT_ENTRIES` entries.
+    """
     if any(n < 0 for n in shape) or math.prod(shape) > MAX_CONSTANT_ENTRIES:
         raise ModelError(f"a tensor of {list(shape)}; need at most {MAX_CONSTANT_ENTRIES} entries")
     return tuple(shape)
@@ -247,7 +266,7 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
 
 
 def constant(**attributes: Any) -> Tensor:
-    """Return the constant of a ``Constant`` node, which has exactly one of the attributes ``value*``."""
+    """Convert ``Constant``: return its constant, which is exactly one of the attributes ``value*``."""
     ((kind, value),) = attributes.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
@@ -267,7 +286,10 @@ def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
-    """Return ``values[1]`` at the index of each id on a new axis of size `depth`, and ``values[0]`` elsewhere."""
+    """Convert ``OneHot``: return ``values[1]`` at the index of each id on a new axis, and ``values[0]`` elsewhere.
+
+    The new axis has `depth` entries.
+    """
     n = int(as_number(depth, 0))
     _require_small_shape((*ids.shape, n))
     at = axis % (ids.rank + 1)
@@ -279,7 +301,10 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
 
 
 def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
-    """Move blocks of `blocksize` × `blocksize` positions into channels; x: [batch, channels, height, width]."""
+    """Convert ``SpaceToDepth``: move blocks of `blocksize` × `blocksize` positions into channels.
+
+    x: [batch, channels, height, width].
+    """
     n, c, h, w = x.shape
     b = blocksize
     parts = shapes.reshape(x, (n, c, h // b, b, w // b, b))
@@ -288,7 +313,10 @@ def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
-    """Move channels into blocks of `blocksize` × `blocksize` positions; x: [batch, channels, height, width]."""
+    """Convert ``DepthToSpace``: move channels into blocks of `blocksize` × `blocksize` positions.
+
+    x: [batch, channels, height, width].
+    """
     n, c, h, w = x.shape
     b, rest = blocksize, c // blocksize**2
     first = mode == "DCR"
@@ -301,7 +329,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def gather(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
-    """Select entries along `axis`; the result has the axes of `ids` in place of that axis."""
+    """Convert ``Gather``: select entries along `axis`; the axes of `ids` replace this axis in the result."""
     at = x.axis(axis)
     chosen = indexing.index_select(x, at, shapes.reshape(ids, (math.prod(ids.shape),)))
     return shapes.reshape(chosen, (*x.shape[:at], *ids.shape, *x.shape[at + 1 :]))
@@ -312,9 +340,9 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _split_indices(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
-    """Split the last axis of `ids` into one index tensor for each axis of `x`.
+    """Split the last axis of `ids` into one index tensor for each axis of `x`, as ``GatherND`` and ``ScatterND`` need.
 
-    The first `batch` axes have the same index in `x` and in `ids`.
+    The first `batch` axes are batch axes: they have the same index in `x` and in `ids`.
     """
     ahead = [
         constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
@@ -327,7 +355,7 @@ def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
 
 
 _SCATTER_KINDS = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
-"""The scatter kinds of `frontends.tensors.indexing`, by the values of the attribute ``reduction``."""
+"""Values of `reduce` in `frontends.tensors.indexing.scatter`, by value of the attribute ``reduction``."""
 
 
 def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:

@@ -1,4 +1,4 @@
-"""The op table of ONNX models: one row for each op, with the converter of its nodes.
+"""The op table of ONNX models: the converter of each op.
 
 A converter gets the inputs as `Tensor`, with None for absent ones, and the attributes of the node as keywords. The
 importer casts its results to the dtypes of ONNX, so a converter does not handle dtypes.
@@ -25,7 +25,7 @@ _UNARY_OPS: Mapping[str, Callable[..., Any]] = {
     "Softplus": ops.softplus,
     "HardSwish": ops.hardswish,
 }
-"""ONNX ops of one operand with an equal op of hocket."""
+"""Ops of hocket by the ONNX op of one operand that has the same meaning."""
 
 _COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
 """Comparison kinds of `frontends.tensors.arithmetic.compare`, by ONNX op."""
@@ -137,12 +137,12 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
         "Upsample": convolutions.upsample,
     }
 )
-"""Converters by the name of the op in ONNX's own domain."""
+"""Converters by op name of ONNX's own domain."""
 
 OLDER_OPSET_ROWS: Mapping[str, tuple[int, op_calls.OpConverter]] = MappingProxyType(
     {name: (13, sums.with_flattened_axes(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
-"""Converters of ops with another meaning before an opset: the opset, and the converter for older ones."""
+"""For ops with another meaning before an opset: the opset, and the converter for older opsets."""
 
 CONSTANT_FOLDED_OPS = frozenset(
     (
@@ -168,7 +168,7 @@ CONSTANT_FOLDED_OPS = frozenset(
         *("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "Flatten", "NonZero", "CumSum", "Reciprocal"),
     )
 )
-"""Ops of shape arithmetic; the reference evaluator of onnx computes them during the import if all inputs are known."""
+"""Ops of shape arithmetic that onnx's reference evaluator computes during the import if all inputs are constants."""
 
 CONSTANT_INPUT_OPS = ("Resize", "Upsample", "Range")
-"""Ops that read float inputs during the import; these inputs do not become weights."""
+"""Ops with float inputs that the converter reads during the import; these inputs do not become weights."""

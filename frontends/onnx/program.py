@@ -1,4 +1,4 @@
-"""An ONNX model that is imported into hocket: its graph, its weights, and calls with arrays."""
+"""An ONNX model after its import into hocket: its graph, its weights, and calls with arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An imported ONNX model. `graph` is planned and run like any other graph; `weights` are its arrays by name.
+    """An imported ONNX model: its graph, its weights by name, and its inputs and outputs in order.
 
-    `on` is the shortest way to call the model with arrays. `arguments` and `results` are its inputs and outputs.
+    `graph` is planned and run like any other graph. `on` loads the model on devices, for calls with arrays.
     """
 
     graph: Graph
@@ -37,7 +37,7 @@ class Program:
         return Runner(self, plan(self.graph, devices, **options))
 
     def inputs(self, *args: npt.ArrayLike, **kwargs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
-        """Return the inputs of the graph by name, for arrays that are given in the order of the model or by name.
+        """Return the graph inputs by name for model inputs that are given in order or by name.
 
         Raises:
             ModelError: An array is missing or unknown, or has another dtype or shape than in the model.
@@ -63,14 +63,14 @@ class Program:
 
 
 def as_stored_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array as a graph value stores it: bool as 0 and 1 in f32, bfloat16 as its bits."""
+    """Return an array in the dtype of its graph value: bool as 0 and 1 in f32, bfloat16 as its bits in uint16."""
     if array.dtype == np.bool_:
         return array.astype(np.float32)
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 class Runner:
-    """A model on devices. A call takes arrays, and returns the list of output arrays of the model."""
+    """An ONNX model that is loaded on devices. A call takes arrays and returns the list of output arrays."""
 
     def __init__(self, program: Program, plan: Plan) -> None:
         from ...scheduler import load
@@ -84,7 +84,7 @@ class Runner:
 
 
 def _as_model_output(array: npt.NDArray[Any], result: ProgramResult) -> npt.NDArray[Any]:
-    """Return an output in the dtype and the shape of the model."""
+    """Convert a graph output to the dtype and the shape of the model output."""
     if result.dtype == "bfloat16":
         import ml_dtypes
 

@@ -1,9 +1,9 @@
-"""Converters of ONNX's recurrences RNN, GRU and LSTM, which are unrolled step by step.
+"""Converters of ONNX's recurrent ops RNN, GRU and LSTM, which are unrolled into one subgraph per time step.
 
 For each direction:
 
-1. One product computes the gate inputs of all tokens from the operand.
-2. Each step adds the recurrent product of the previous state, and applies the activations.
+1. One matrix product computes the gate inputs of all time steps.
+2. Each step adds the product of the previous state and the recurrent weight, and applies the activations.
 3. The results of all steps are stacked; the last states are results too.
 """
 
@@ -24,10 +24,10 @@ from ..tensors.tensor import Tensor, constant_tensor
 from .op_calls import OpConverter, require_constant
 
 MAX_UNROLLED_STEPS = 1 << 10
-"""The largest number of steps that are unrolled."""
+"""Largest number of time steps that are unrolled."""
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
-"""A function of one tensor, entry by entry."""
+"""An element-wise function of one tensor."""
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -38,14 +38,14 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
     }
 )
-"""The activations without parameters, by ONNX's names in lower case."""
+"""Activations without parameters, by ONNX name in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentCell:
-    """The weights and the settings of one direction, which all steps share.
+    """The weights and settings of a recurrent op in one direction, which all time steps share.
 
-    `recurrent_weight` is [gates × hidden, hidden]; `settings` holds the integer attributes of the op.
+    `recurrent_weight` is [gates × hidden, hidden]. `integer_settings` has the integer attributes of the op.
     """
 
     recurrent_weight: Tensor
@@ -55,7 +55,7 @@ class RecurrentCell:
     describe_settings: Mapping[str, int]
 
     def project_state(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
-        """Return the recurrent product of a state for some of the gates: [batch, gates × hidden]."""
+        """Multiply a state by the recurrent weight of some gates and add the bias: [batch, gates × hidden]."""
         size = h.shape[-1]
         first, last, _ = gates.indices(self.recurrent_weight.shape[0] // size)
         weight, bias = (
@@ -66,7 +66,7 @@ class RecurrentCell:
         return matmul.linear(h, weight, bias)
 
     def add_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
-        """Return `x` plus the peephole term of gate `number`: its peephole weight times the cell state `c`."""
+        """Return `x` plus the peephole term of gate `number`: the peephole weight times the cell state `c`."""
         if self.peepholes is None:
             return x
         size = c.shape[-1]
@@ -78,12 +78,12 @@ StepFunction: TypeAlias = Callable[[RecurrentCell, Tensor, Sequence[Tensor]], tu
 
 
 def _step_rnn(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute one RNN step: the activation of the gate inputs plus the recurrent product."""
+    """Compute one RNN time step: the activation of gate inputs plus projected state."""
     return (cell.activations[0](arith.add(x, cell.project_state(states[0]))),)
 
 
 def _step_gru(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute one GRU step; the gates are update, reset and new, in this order."""
+    """Compute one GRU time step; the gates are update, reset and new, in this order."""
     (h,), (gate, last) = states, cell.activations
     of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
     if cell.describe_settings["linear_before_reset"]:
@@ -99,7 +99,7 @@ def _step_gru(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple
 
 
 def _step_lstm(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute one LSTM step; the gates are input, output, forget and cell, in this order."""
+    """Compute one LSTM time step; the gates are input, output, forget and cell, in this order."""
     h, c = states
     gate, middle, last = cell.activations
     into, out, keep, new = shapes.split(arith.add(x, cell.project_state(h)), c.shape[-1], 1)
@@ -115,12 +115,12 @@ _DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False,
 
 
 def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings: Sequence[str] = ()) -> OpConverter:
-    """Return the converter of a recurrence.
+    """Make the converter of a recurrent op from the function of one time step.
 
     Args:
-        step: One step of the recurrence.
+        step: The function of one time step.
         names: The default activations of the gates.
-        settings: The integer attributes of this op, except for the ones that all recurrences have.
+        settings: The integer attributes of this op, except for the attributes of all recurrent ops.
     """
 
     def row(
@@ -188,17 +188,17 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
 def _unroll_steps(
     step: StepFunction, cell: RecurrentCell, gates: Sequence[Tensor], states: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the states after each step."""
+    """Unroll a recurrence over its time steps, and yield the states after each step; `gates` has the gate inputs."""
     for x in gates:
         states = step(cell, x, states)
         yield tuple(states)
 
 
 def _select_activations(names: Sequence[Any], attributes: dict[str, Any], clip: float | None) -> list[Activation]:
-    """Return the activations of all gates, with inputs clipped to ``-clip`` to ``clip`` if `clip` is set.
+    """Return the activations of all gates; `clip` limits their inputs to the range ``-clip`` to ``clip``.
 
     Raises:
-        ModelError: An activation has no entry in `ACTIVATIONS`.
+        ModelError: An activation is not in `ACTIVATIONS`.
     """
     own = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
     if unknown := [name for name in own if name.lower() not in ACTIVATIONS]:
@@ -210,17 +210,17 @@ def _select_activations(names: Sequence[Any], attributes: dict[str, Any], clip: 
 
 
 def _with_clipped_input(activation: Activation, bound: float) -> Activation:
-    """Return an activation that clips its input to ``-bound`` to ``bound`` first."""
+    """Return an activation that clips its input to the range ``-bound`` to ``bound`` first."""
     return lambda x: activation(arith.clamp(x, -bound, bound))
 
 
 def _select_direction(x: Tensor, direction_index: int) -> Tensor:
-    """Return the part of one direction."""
+    """Return the entry of one direction on the first axis."""
     return shapes.select(x, 0, direction_index)
 
 
 def _swap_first_axes(x: Tensor) -> Tensor:
-    """Swap the axes of batch and steps."""
+    """Swap the batch axis and the time axis, which are the first two."""
     return shapes.transpose(x, 0, 1)
 
 

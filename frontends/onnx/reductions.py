@@ -1,4 +1,4 @@
-"""Converters of ONNX's reductions, sorts, matrix products and norms."""
+"""Converters of ONNX's reductions, sorts, matrix products and normalisations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .op_calls import OpConverter, OptionalIntegers, as_integers, as_number, fla
 
 
 def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) -> OpConverter:
-    """Return the converter of a reduction over the input or attribute ``axes``, and over all axes if it is absent.
+    """Make the converter of a reduction over the axes in the input or attribute ``axes``; all axes if it is absent.
 
-    With ``noop_with_empty_axes`` and no axes the op reduces each entry by itself.
+    With ``noop_with_empty_axes`` and no axes, each entry is reduced alone.
 
     Args:
-        kind: The reduction of a tensor over axes, with or without keeping them.
+        kind: The reduction of a tensor over a list of axes; the boolean keeps the reduced axes with size 1.
     """
 
     def row(
@@ -64,12 +64,12 @@ reduce_log_sum_exp = make_reduction_converter(
 
 
 def make_extreme_converter(kind: str) -> OpConverter:
-    """Return the converter of a reduction by maximum, minimum or product."""
+    """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``; `kind` is ``max``, ``min`` or ``prod``."""
     return make_reduction_converter(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
 
 
 def make_arg_extreme_converter(kind: Callable[..., Tensor]) -> OpConverter:
-    """Return the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
+    """Make the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
 
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
@@ -80,9 +80,9 @@ def make_arg_extreme_converter(kind: Callable[..., Tensor]) -> OpConverter:
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:
-    """Return the converter of a cumulative sum or product along an axis.
+    """Make the converter of ``CumSum`` or ``CumProd`` along an axis.
 
-    With ``exclusive`` an entry leaves itself out; with ``reverse`` the sum starts at the end.
+    With ``exclusive`` an entry excludes itself; with ``reverse`` the accumulation starts at the end.
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
@@ -98,7 +98,7 @@ def make_cumulative_converter(kind: str) -> OpConverter:
 
 
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
-    """Return the largest or smallest entries along an axis, and their indices."""
+    """Convert ``TopK``: return the largest or smallest entries along an axis, and their indices."""
     n = int(as_number(count if k is None else k, 0))
     if not 0 <= n <= x.shape[x.axis(axis)]:
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
@@ -109,19 +109,19 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    """Return 1 at the first largest entry along an axis, and 0 elsewhere."""
+    """Convert ``Hardmax``: return 1 at the first largest entry along an axis, and 0 elsewhere."""
     at = x.axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
 def with_flattened_axes(row: OpConverter) -> OpConverter:
-    """Return the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
+    """Make the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    """Divide by the p-norm along an axis; vectors of norm 0 stay 0."""
+    """Convert ``LpNormalization``: divide by the p-norm along an axis; vectors of norm 0 stay 0."""
     size = reductions.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 
@@ -133,16 +133,17 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return ``alpha * a @ b + beta * c``, with either operand transposed on request."""
+    """Convert ``Gemm``: return ``alpha * a @ b + beta * c``, with `a` or `b` transposed on request."""
     out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
     out = arith.scale_and_shift(out, alpha)
     return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
-    """Compute sums of products by an einsum equation.
+    """Convert ``Einsum``: compute sums of products by an einsum equation.
 
-    Two operands need one matrix product. Any other number is multiplied entry by entry over all axes, then summed.
+    Two operands need one matrix product. Another number of operands is multiplied element-wise over all axes, then
+    summed.
     """
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
@@ -175,7 +176,11 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
 
 
 def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
-    """Return a tensor with the diagonal of each pair of axes of equal name, so that its names are unique."""
+    """Take the diagonal of each pair of axes with the same einsum letter, so that the letters of an operand are unique.
+
+    Returns:
+        The tensor, and the letters of its axes.
+    """
     for c in dict.fromkeys(name):
         while name.count(c) > 1:
             i = name.index(c)
@@ -189,10 +194,10 @@ def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
 
 
 def _multiply_pair(parts: Sequence[tuple[Tensor, str]], result_letters: str, sizes: dict[str, int]) -> Tensor:
-    """Compute an einsum of two operands by one batched matrix product.
+    """Compute an einsum of two operands as one batched matrix product.
 
-    Axes in both operands are batch axes if the result has them, and contracted otherwise. Other axes that the result
-    lacks are summed first.
+    Axes of both operands are batch axes if the result has them; otherwise they are contracted. Other axes that the
+    result lacks are summed first.
 
     Args:
         parts: The operands, each with the letters of its axes.
@@ -244,7 +249,7 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1
 
 
 def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    """Divide by a power of the sum of squares of `size` neighbouring channels."""
+    """Convert ``LRN``: divide by a power of the sum of squares of `size` neighbouring channels."""
     c = x.shape[1]
     i = np.arange(c)
     is_neighbour = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)

@@ -1,4 +1,7 @@
-"""Element-wise arithmetic with mutual broadcasting, for floats, integers, booleans and Python numbers."""
+"""Element-wise arithmetic with mutual broadcasting, for floats, integers, booleans and Python numbers.
+
+The functions follow PyTorch: a binary function promotes both operands to their common dtype.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,35 @@ BinaryOp = Callable[[Value, Value], Value]
 
 
 def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand; the importer casts it to the dtype of the result."""
+    """Return the operand unchanged; the importer casts it to the dtype of the result.
+
+    It converts framework ops such as ``clone``, ``Identity`` and ``Cast``. Further arguments are ignored.
+    """
     return x
 
 
-def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, truth: bool = False) -> Tensor:
-    """Apply an op that broadcasts its second operand to the first; with `either` the operands may be swapped."""
+def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, is_commutative: bool = False, is_bool: bool = False) -> Tensor:
+    """Apply a binary graph op to two tensors of one dtype, with mutual broadcasting.
+
+    Args:
+        op: An op that broadcasts its second operand to the first one.
+        a: The first operand.
+        b: The second operand.
+        is_commutative: Whether the op is commutative, so that the operands may be swapped.
+        is_bool: Whether the result is boolean.
+    """
     shape = np.broadcast_shapes(a.shape, b.shape)
-    if either and a.shape != shape and b.shape == shape:
+    if is_commutative and a.shape != shape and b.shape == shape:
         a, b = b, a
     a = expand(a, shape)
     if a.exceeds_max_rank and b.shape != shape and math.prod(b.shape) != 1:
         b = expand(b, shape)
     other = ops.reshape(b.value, shape=()) if a.exceeds_max_rank and math.prod(b.shape) == 1 else b.value
-    return as_tensor(op(a.value, other), shape, truth)
+    return as_tensor(op(a.value, other), shape, is_bool)
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Convert two operands, at least one of them a tensor, to tensors of one dtype."""
+    """Convert two operands to tensors of their common dtype; at least one of the operands is a tensor."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     first, second = promote_dtypes(number_as_tensor(a, like), number_as_tensor(b, like))
@@ -42,17 +56,17 @@ def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain_number(x: Operand) -> TypeGuard[float]:
-    """Whether an operand is a finite number, which can be an op attribute."""
+    """Whether an operand is a finite Python number, which can be an op attribute."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
 def is_real(x: Operand) -> TypeGuard[Tensor]:
-    """Whether an operand is a tensor of floats."""
+    """Whether an operand is a tensor of floats (neither integers nor booleans)."""
     return isinstance(x, Tensor) and not x.is_integer and not x.is_bool
 
 
 def scale_and_shift(x: Tensor, scale: float, bias: float = 0.0) -> Tensor:
-    """Return ``x * scale + bias`` for floats."""
+    """Return ``x * scale + bias`` for a tensor of floats."""
     if (scale, bias) == (1.0, 0.0):
         return x
     return Tensor(ops.scale(x.value, scale=float(scale), bias=float(bias)), x.shape)
@@ -67,19 +81,21 @@ def _apply_integer_op(kind: str, a: Operand, b: Operand) -> Tensor:
     first, second = _promote_pair(a, b)
     if first.is_bool:
         first, second = cast(first, DType.I64), cast(second, DType.I64)
-    return _apply_binary(lambda x, y: ops.calculate(x, y, kind=kind), first, second, either=kind in _COMMUTATIVE_KINDS)
+    return _apply_binary(
+        lambda x, y: ops.calculate(x, y, kind=kind), first, second, is_commutative=kind in _COMMUTATIVE_KINDS
+    )
 
 
 _COMMUTATIVE_KINDS = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
 
 
 def _are_integers(a: Operand, b: Operand) -> bool:
-    """Whether neither operand is a float."""
+    """Whether neither operand is a float: both are integers or booleans."""
     return not any(is_real(x) or isinstance(x, float) for x in (a, b))
 
 
 def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """Return ``a + alpha * b``."""
+    """Return ``a + alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -88,11 +104,11 @@ def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
         return scale_and_shift(a, 1.0, float(b))
     if is_real(b) and _is_plain_number(a):
         return scale_and_shift(b, 1.0, float(a))
-    return _apply_binary(ops.add, *_promote_pair(a, b), either=True)
+    return _apply_binary(ops.add, *_promote_pair(a, b), is_commutative=True)
 
 
 def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """Return ``a - alpha * b``."""
+    """Return ``a - alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -105,7 +121,7 @@ def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
 
 
 def mul(a: Operand, b: Operand) -> Tensor:
-    """Return ``a * b``."""
+    """Return ``a * b``, element-wise."""
     if _are_integers(a, b):
         first, second = _promote_pair(a, b)
         return logical_and(first, second) if first.is_bool else _apply_integer_op("mul", first, second)
@@ -113,7 +129,7 @@ def mul(a: Operand, b: Operand) -> Tensor:
         return scale_and_shift(a, float(b))
     if is_real(b) and _is_plain_number(a):
         return scale_and_shift(b, float(a))
-    return _apply_binary(ops.mul, *_promote_pair(a, b), either=True)
+    return _apply_binary(ops.mul, *_promote_pair(a, b), is_commutative=True)
 
 
 def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
@@ -149,7 +165,7 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
 
 
 def power(a: Operand, b: Operand) -> Tensor:
-    """Return ``a ** b``; an integer base with a small positive integer exponent stays an integer."""
+    """Return ``a ** b``, element-wise; an integer base with a small positive integer exponent stays an integer."""
     if isinstance(a, Tensor) and isinstance(b, int) and 0 < b <= 4 and not a.is_bool:
         square = mul(a, a) if a.is_integer else unary(ops.sqr, a)
         return {1: a, 2: square, 3: mul(square, a), 4: mul(square, square)}[b] if b != 1 else a
@@ -166,23 +182,23 @@ def power(a: Operand, b: Operand) -> Tensor:
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """Return ``1 / sqrt(x)``."""
+    """Return ``1 / sqrt(x)`` for each element."""
     return div(1.0, unary(ops.sqrt, x))
 
 
 def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
-    """Apply a unary op of floats to each element."""
+    """Apply a unary graph op to each element; integers and booleans are converted to f32 first."""
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
 
 
 def absolute(x: Tensor) -> Tensor:
-    """Return ``|x|``."""
+    """Return the absolute value of each element."""
     return maximum(x, negative(x)) if x.is_integer else unary(ops.abs_, x)
 
 
 def negative(x: Tensor) -> Tensor:
-    """Return ``-x``."""
+    """Return ``-x`` for each element."""
     return sub(0, x) if x.is_integer else unary(ops.neg, x)
 
 
@@ -194,7 +210,7 @@ def sign(x: Tensor) -> Tensor:
 
 
 def round_even(x: Tensor) -> Tensor:
-    """Round to the nearest integer, halves to even, as PyTorch and ONNX do."""
+    """Round each element to the nearest integer, halves to even, as PyTorch and ONNX do."""
     if x.is_integer:
         return x
     below = unary(ops.floor, x)
@@ -205,27 +221,27 @@ def round_even(x: Tensor) -> Tensor:
 
 
 def maximum(a: Operand, b: Operand) -> Tensor:
-    """Return the element-wise maximum."""
+    """Return the element-wise maximum of two operands."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_or(first, second)
     if first.is_integer:
         return _apply_integer_op("max", first, second)
-    return _apply_binary(ops.maximum, first, second, either=True)
+    return _apply_binary(ops.maximum, first, second, is_commutative=True)
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
-    """Return the element-wise minimum."""
+    """Return the element-wise minimum of two operands."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_and(first, second)
     if first.is_integer:
         return _apply_integer_op("min", first, second)
-    return _apply_binary(ops.minimum, first, second, either=True)
+    return _apply_binary(ops.minimum, first, second, is_commutative=True)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """Clamp `x` to a range; each bound is optional."""
+    """Clamp each element of `x` to the range from `min` to `max`; each bound is optional."""
     if (
         is_real(x)
         and min is not None
@@ -244,26 +260,26 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
 
 
 def compare(kind: str, a: Operand, b: Operand) -> Tensor:
-    """Compare element-wise; `kind` is a kind of `ops.compare`, and the result is boolean."""
+    """Compare two operands element-wise and return booleans; `kind` is eq, ne, lt, le, gt or ge."""
     first, second = _promote_pair(a, b)
     swapped_kind = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(kind, kind)
     shape = np.broadcast_shapes(first.shape, second.shape)
     if first.shape != shape and second.shape == shape:
         first, second, kind = second, first, swapped_kind
-    return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, truth=True)
+    return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, is_bool=True)
 
 
 def as_bool(x: Operand) -> Tensor:
     """Convert an operand to booleans: true for non-zero elements."""
-    return cast(x, DType.F32, truth=True) if isinstance(x, Tensor) else constant_tensor(np.asarray(bool(x)))
+    return cast(x, DType.F32, is_bool=True) if isinstance(x, Tensor) else constant_tensor(np.asarray(bool(x)))
 
 
 def logical_and(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.mul, as_bool(a), as_bool(b), either=True, truth=True)
+    return _apply_binary(ops.mul, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_or(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.maximum, as_bool(a), as_bool(b), either=True, truth=True)
+    return _apply_binary(ops.maximum, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_xor(a: Operand, b: Operand) -> Tensor:
@@ -285,12 +301,12 @@ def bitwise(kind: str, a: Operand, b: Operand) -> Tensor:
 
 
 def bitwise_not(x: Tensor) -> Tensor:
-    """Invert the bits of integers, or booleans."""
+    """Invert the bits of integers; negate booleans."""
     return sub(-1, x) if x.is_integer else logical_not(x)
 
 
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """Return the elements of `a` where `condition` is true, else of `b`."""
+    """Return the elements of `a` where `condition` is true, and of `b` elsewhere."""
     like = a if isinstance(a, Tensor) else b if isinstance(b, Tensor) else None
     if like is None:
         like = constant_tensor(np.asarray(0.0 if isinstance(a, float) or isinstance(b, float) else 0))
@@ -303,7 +319,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def masked_fill(x: Tensor, condition: Tensor, value: Operand) -> Tensor:
-    """Return `x` with `value` where `condition` is true, in the dtype of `x`."""
+    """Return `x` with `value` in the places where `condition` is true; the dtype of `x` stays."""
     new = value if isinstance(value, Tensor) else number_as_tensor(value, x)
     if not (new.is_bool and x.is_bool):
         new = cast(new, x.dtype)

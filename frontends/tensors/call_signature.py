@@ -27,16 +27,24 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 """The dtype of a value and whether it is boolean, by the dtype names of NumPy and PyTorch."""
 
 
-def find_dtype(name: str, where: object) -> tuple[DType, bool]:
-    """Return the entry of `DTYPES_BY_NAME` for the value `where`; raise `ModelError` for an unsupported dtype."""
+def find_dtype(name: str, value_name: object) -> tuple[DType, bool]:
+    """Resolve a NumPy or PyTorch dtype name to a hocket dtype, and whether it is boolean.
+
+    Args:
+        name: The dtype name, such as ``float32``.
+        value_name: The value of this dtype, for the error message.
+
+    Raises:
+        ModelError: hocket has no such dtype.
+    """
     if name not in DTYPES_BY_NAME:
-        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
+        raise ModelError(f"%{value_name} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
     return DTYPES_BY_NAME[name]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramArgument:
-    """One argument of a flattened call: the graph input `name`, or a value that was fixed at export."""
+    """One argument of a flattened call: the graph input `name`, or `constant_value`, which was fixed at export."""
 
     name: str
     constant_value: object = None
@@ -46,7 +54,7 @@ class ProgramArgument:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """One result of a flattened call: the graph output `name`, or a value that does not depend on arguments."""
+    """One result of a flattened call: the graph output `name`, or `constant_value`, which depends on no argument."""
 
     name: str
     constant_value: object = None

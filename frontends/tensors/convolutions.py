@@ -1,4 +1,7 @@
-"""Convolution, pooling and interpolation of tensors [images, channels, axes ...]."""
+"""Convolution, pooling and interpolation of tensors [images, channels, axes ...].
+
+`size` is the window size of each axis. `pads` has the padding entries before and after each axis.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ Sizes = Sequence[int]
 def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the windows of `x` as [images, windows, channels, entries], and the window count of each axis."""
+    """Return the sliding windows of `x` (im2col), and the window count of each axis.
+
+    The windows are [images, windows, channels, entries]; `value` fills the padding.
+    """
     counts = tuple(
         (n + a + b - d * (k - 1) - 1) // s + 1
         for n, (a, b), k, s, d in zip(x.shape[2:], pads, size, stride, dilation, strict=True)
@@ -47,9 +53,9 @@ def convolution(
     dilation: Sizes,
     groups: int = 1,
 ) -> Tensor:
-    """Return the convolution of x [n, c, ...] with weight [o, c / groups, ...], [n, o, ...].
+    """Return the convolution of x [n, c, ...] with weight [o, c / groups, ...] as [n, o, ...].
 
-    It is a matrix product of the weight and the windows. `pads` has the zeros before and after each axis.
+    It is a matrix product of the weight and the windows of `x`. `x` may lack the axis n. `pads` counts zeros.
 
     Raises:
         ModelError: The channels of `x`, the weight and the groups do not agree.
@@ -82,7 +88,10 @@ def transposed_convolution(
     groups: int = 1,
     end_padding: Sizes = (),
 ) -> Tensor:
-    """Return the transposed convolution of x [n, c, ...] with weight [c, o / groups, ...]; `more` pads the ends."""
+    """Return the transposed convolution of x [n, c, ...] with weight [c, o / groups, ...] as [n, o, ...].
+
+    `end_padding` lengthens the end of each axis of the result. `x` may lack the axis n.
+    """
     if x.rank == weight.rank - 1:
         one = transposed_convolution(
             reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, end_padding
@@ -111,7 +120,10 @@ def transposed_convolution(
 def _compute_ceil_padding(
     x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
 ) -> list[int]:
-    """Return the padding of each axis for a last, incomplete window that begins within the axis (ceil mode)."""
+    """Return the extra padding at the end of each axis for ceil mode.
+
+    In ceil mode the last window may be incomplete, but has to begin before the end of the axis.
+    """
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
         span = n + a + b - d * (k - 1) - 1
@@ -123,7 +135,7 @@ def _compute_ceil_padding(
 
 
 def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """Apply a pooling to images, or to one image without an image axis."""
+    """Apply `pool` to a batch of images, or to one image without an image axis; `rank` is the number of pooled axes."""
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
         return reshape(out, out.shape[1:])
@@ -137,9 +149,9 @@ def max_pool(
     pads: Sequence[tuple[int, int]],
     dilation: Sizes,
     ceil_mode: bool = False,
-    places: bool = False,
+    returns_indices: bool = False,
 ) -> Tensor:
-    """Return the largest entry of each window, or with `places` its index in the window."""
+    """Return the largest entry of each window, or with `returns_indices` its index in the window."""
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
@@ -147,7 +159,7 @@ def max_pool(
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
         parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
         rows = permute(parts, (0, 2, 1, 3))
-        best = argmax(rows, -1) if places else as_tensor(ops.reduce(rows.value, kind="max"))
+        best = argmax(rows, -1) if returns_indices else as_tensor(ops.reduce(rows.value, kind="max"))
         return reshape(best, (*x.shape[:2], *counts))
 
     return _apply_pooling(x, pool, len(size))
@@ -165,7 +177,7 @@ def average_pool(
 ) -> Tensor:
     """Return the mean of each window.
 
-    Padding counts as entries if `count_padding` is true. Padding of `ceil_mode` never counts. `divisor` replaces the
+    Padding counts as entries if `count_padding` is set. Padding of `ceil_mode` never counts. `divisor` replaces the
     number of entries.
     """
     steps = tuple(dilation) or (1,) * len(size)
@@ -194,7 +206,7 @@ def average_pool(
 
 
 def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
-    """Return an axis of weighted sums: ``matrix`` [new entries, old entries] times the axis."""
+    """Multiply one axis of `x` by a constant matrix [new entries, old entries]: each new entry is a weighted sum."""
     last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
     out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))
@@ -202,7 +214,7 @@ def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    """Return the means of the last axes over `sizes` windows of nearly equal length."""
+    """Return means over `sizes` windows of nearly equal length along the last axes."""
     for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
         n = x.shape[axis]
         matrix = np.zeros((out, n))
@@ -214,7 +226,10 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """Return the cubic weights of four neighbours of a point at distance `t` after the second one (Keys, 1981)."""
+    """Return the cubic interpolation weights of the four neighbours of a point (Keys, 1981).
+
+    `t` is the distance of the point from the second neighbour. `a` is the coefficient of the cubic kernel.
+    """
 
     def inner_weight(u: np.ndarray) -> np.ndarray:
         return ((a + 2) * u - (a + 3)) * u * u + 1
@@ -228,7 +243,7 @@ def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
 def resampling_matrix(
     n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
 ) -> np.ndarray:
-    """Return the matrix [out, n] that interpolates `out` entries from `n`.
+    """Build the interpolation matrix [out, n], which makes `out` entries from `n` entries.
 
     Args:
         n: Number of old entries.
@@ -272,7 +287,7 @@ def interpolate(
     mode: str,
     align_corners: bool = False,
 ) -> Tensor:
-    """Resize the last axes of `x` to `sizes` entries, or by the factors `scales`, by interpolation."""
+    """Resize the last axes of `x` by interpolation, to `sizes` entries or by the factors `scales`."""
     count = len(sizes if sizes is not None else scales or ())
     for i, axis in enumerate(range(x.rank - count, x.rank)):
         n = x.shape[axis]

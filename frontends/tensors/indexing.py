@@ -1,4 +1,4 @@
-"""Indexing: rows, gather, scatter, and indexing by several index tensors."""
+"""Indexing of tensors: rows of a table, gather, scatter, and NumPy indexing by several index tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tensor import Operand, Tensor, as_tensor, cast, constant_tensor, number_as
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return rows of `weight` [rows, width] by indices of any shape: [*ids.shape, width]."""
+    """Return the rows of `weight` [rows, width] at indices of any shape: [*ids.shape, width]."""
     rows = select_rows(weight, reshape(ids, (prod(ids.shape),)))
     return reshape(rows, (*ids.shape, weight.shape[1]))
 
 
 def normalise_negative(ids: Tensor, n: int) -> Tensor:
-    """Return indices of an axis of `n` entries, with negative indices converted to non-negative ones."""
+    """Convert negative indices of an axis of `n` entries to non-negative ones."""
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
         return constant_tensor(np.where(known < 0, known + n, known))
@@ -30,7 +30,7 @@ def normalise_negative(ids: Tensor, n: int) -> Tensor:
 
 
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Return the entries of an axis at a list of indices."""
+    """Return the entries of one axis of `x` at a list of indices."""
     at, n = x.axis(axis), x.shape[x.axis(axis)]
     if ids.constant is not None:
         return take(x, at, np.asarray(ids.constant).reshape(-1))
@@ -40,7 +40,7 @@ def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Return the entries ``ids[..., i, ...]`` of an axis, at equal indices of the other axes."""
+    """Return the entries of one axis at `ids`, as `torch.gather`: ``out[i][j] = x[ids[i][j]][j]`` for axis 0."""
     at = x.axis(axis)
     if not x.rank:
         return reshape(x, ids.shape)
@@ -56,9 +56,9 @@ def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set") -> Tensor:
-    """Return `x` with entries of an axis replaced by `src`, or combined with it by `reduce`.
+    """Return `x` with `src` written at the indices `ids` of one axis, as `torch.scatter`.
 
-    An entry of `src` has the index ``ids[..., i, ...]`` on the axis, and its own indices on the other axes.
+    For axis 0: ``out[ids[i][j]][j] = src[i][j]``. `reduce` other than ``set`` combines the old and the new entry.
     """
     at = x.axis(axis)
     entries = expand(number_as_tensor(src, x), ids.shape) if not isinstance(src, Tensor) else src
@@ -76,7 +76,7 @@ def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set"
 
 
 def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str) -> Tensor:
-    """Scatter into a part of the other axes, by flat indices."""
+    """Scatter with flat indices into a flattened `x`, for index tensors that are smaller than `x` on other axes."""
     steps = [prod(x.shape[a + 1 :]) for a in range(x.rank)]
     place = mul(normalise_negative(ids, x.shape[at]), steps[at])
     for axis, step in enumerate(steps):
@@ -88,10 +88,13 @@ def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str)
 
 
 def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int], Tensor, bool]:
-    """Convert index tensors to flat indices.
+    """Convert the index tensors of ``x[indices]`` to flat indices into the indexed axes.
 
     Returns:
         The indexed axes, the flat indices into these axes, and whether the axes are consecutive.
+
+    Raises:
+        ModelError: An index tensor is boolean, so that the shape of the result depends on data.
     """
     axes = [a for a, ids in enumerate(indices) if ids is not None]
     lists = [ids for ids in indices if ids is not None]
@@ -117,7 +120,7 @@ def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[
 
 
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Return ``x[indices]`` as in NumPy; None selects a whole axis."""
+    """Return ``x[indices]`` with the semantics of NumPy; None selects a whole axis."""
     if len([i for i in indices if i is not None]) == 1:
         ((axis, ids),) = [(a, i) for a, i in enumerate(indices) if i is not None]
         if not ids.is_bool:
@@ -137,7 +140,11 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Return `x` with ``x[indices]`` replaced by `values`, or increased by `values` if `accumulate` is true."""
+    """Return `x` with ``x[indices]`` replaced by `values`, or increased by `values` if `accumulate` is set.
+
+    Raises:
+        ModelError: The shape of `values` depends on the content of a boolean mask.
+    """
     if indices[0] is not None and indices[0].is_bool and len(indices) == 1:
         mask = reshape(indices[0], indices[0].shape + (1,) * (x.rank - indices[0].rank))
         if prod(values.shape) != 1 and values.rank > x.rank - indices[0].rank:
@@ -168,7 +175,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 
 def set_slice(x: Tensor, src: Tensor, axis: int, start: int | None, stop: int | None, step: int = 1) -> Tensor:
-    """Return `x` with a slice of an axis replaced by `src`."""
+    """Return `x` with the slice ``start:stop:step`` of one axis replaced by `src`."""
     at = x.axis(axis)
     ids = np.arange(x.shape[at])[slice(start, stop, step)]
     if len(ids) == 0:

@@ -1,4 +1,4 @@
-"""Matrix products, attention, softmax, and norms with weights."""
+"""Matrix products, attention, softmax and normalisation of tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tensor import Tensor, as_tensor, constant_tensor, reshape_value
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` with broadcast leading axes; vectors are treated as in NumPy.
+    """Return the matrix product ``a @ b`` with broadcast leading axes; vectors are treated as in NumPy.
 
     Raises:
         ModelError: The inner dimensions differ.
@@ -66,7 +66,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Return `softmax`, but with zeros for a completely masked row, which has only -inf."""
+    """Return the softmax along an axis, with zeros for a completely masked row (only -inf)."""
     if not x.rank:
         return reshape(masked_softmax(reshape(x, (1,)), 0), ())
     last = move_axis(as_float(x), axis, -1)
@@ -75,7 +75,7 @@ def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Return the logarithm of `softmax`."""
+    """Return the logarithm of the softmax along an axis."""
     below = sub(x, extreme("max", x, axis, keepdim=True))
     return sub(below, unary(ops.log, sum_over(unary(ops.exp, below), axis, keepdim=True)))
 
@@ -89,7 +89,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention, [..., heads, t, v_d].
+    """Return scaled dot-product attention, [..., heads, t, v_d].
 
     Args:
         q: Queries [..., heads, t, d].
@@ -120,18 +120,24 @@ def attention(
     return reshape(as_tensor(permute_value(out, order)), (*batch, heads, t, v.shape[-1]))
 
 
-def combine_masks(mask: Tensor, seen: np.ndarray) -> Tensor:
-    """Return a mask that also forbids the scores where `seen` is false."""
-    return where(constant_tensor(seen), mask, False if mask.is_bool else -math.inf)
+def combine_masks(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
+    """Restrict an attention mask: also forbid the scores where `is_permitted` is false."""
+    return where(constant_tensor(is_permitted), mask, False if mask.is_bool else -math.inf)
 
 
 def _clamp_mask(mask: Tensor) -> Tensor:
-    """Return an additive mask with finite entries of at least -1e30, which stay finite in kernels that scale them."""
+    """Clamp the finite entries of an additive mask to at least -1e30; -inf stays.
+
+    Smaller entries would overflow in kernels that scale the mask.
+    """
     return where(compare("eq", mask, -math.inf), -math.inf, maximum(mask, constant_tensor(np.float32(-1e30))))
 
 
 def _prepare_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
-    """Return a mask in the form of `ops.attention`, and whether each head has its own mask."""
+    """Return an attention mask in the form of `ops.attention`, and whether each head has its own mask.
+
+    A boolean mask becomes an additive one. `batch` has the sizes of the leading axes of the scores.
+    """
     added = where(mask, 0.0, -math.inf) if mask.is_bool else _clamp_mask(as_float(mask))
     whole = reshape(added, (1,) * (2 - added.rank) + added.shape) if added.rank < 2 else added
     own = whole.shape[-3] if whole.rank > 2 else 1
@@ -176,7 +182,10 @@ def rms_norm(x: Tensor, axes: int, weight: Tensor | None = None, eps: float = 1e
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Normalise each of `groups` groups of consecutive channels of x [images, channels, ...]."""
+    """Normalise each of `groups` groups of consecutive channels to mean 0 and variance 1.
+
+    `x` is [images, channels, ...]. A weight and a bias per channel follow.
+    """
     n = x.shape[0]
     runs = reshape(x, (n, groups, prod(x.shape[1:]) // groups))
     out = reshape(as_tensor(ops.norm(runs.value, eps=float(eps))), x.shape)
@@ -195,5 +204,5 @@ def batch_norm(
 
 
 def per_channel(p: Tensor, rank: int) -> Tensor:
-    """Reshape one number per channel so that it broadcasts over the axes after the channels."""
+    """Reshape a vector of one number per channel so that it broadcasts over [images, channels, ...] of rank `rank`."""
     return reshape(p, p.shape + (1,) * (rank - 2))

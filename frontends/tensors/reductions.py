@@ -1,4 +1,7 @@
-"""Reductions over any axes, cumulative sums and sorting."""
+"""Reductions over any axes, cumulative reductions and sorting.
+
+Without `axes` a function reduces all axes. With `keepdim` a reduced axis keeps size 1.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:
 
 
 def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
-    """Return `x` with the given axes merged into the last one: [kept axes ..., entries]."""
+    """Return the graph value of `x` with the given axes merged into one last axis: [other axes ..., merged entries]."""
     other_axes = [a for a in range(x.rank) if a not in axes]
     ordered = permute(x, [*other_axes, *axes])
     ahead = [x.shape[a] for a in other_axes]
@@ -28,14 +31,14 @@ def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
     return reshape(ordered, (*ahead, last) if len(ahead) < 5 else (prod(ahead), last)).value
 
 
-def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, truth_value: bool = False) -> Tensor:
-    """Return reduced rows in the result shape of a reduction of `x` over `axes`."""
+def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, is_bool: bool = False) -> Tensor:
+    """Reshape the reduced rows of `merge_axes_into_last` to the result shape of a reduction of `x` over `axes`."""
     shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
-    return reshape(as_tensor(value, None, truth_value), shape)
+    return reshape(as_tensor(value, None, is_bool), shape)
 
 
 def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return sums over axes; integers and booleans are summed in i64."""
+    """Return the sums over axes; integers and booleans are summed in i64."""
     over = _list_axes(x, axes)
     if x.is_integer or x.is_bool:
         x = cast(x, DType.I64)
@@ -44,7 +47,7 @@ def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool =
 
 
 def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return means over axes in floats; the mean of no entries is NaN."""
+    """Return the means over axes in floats; the mean of no entries is NaN."""
     over = _list_axes(x, axes)
     rows = merge_axes_last(as_float(x), over)
     means = _restore_shape(ops.mean(rows), x, over, keepdim)
@@ -54,7 +57,7 @@ def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = Fal
 def variance(
     x: Tensor, axes: int | Sequence[int] | None = None, correction: float = 1, keepdim: bool = False
 ) -> Tensor:
-    """Return variances: the sum of squared differences from the mean, divided by ``count - correction``.
+    """Return the variances over axes: the sum of squared differences from the mean, divided by ``count - correction``.
 
     If the divisor is not positive, the result is inf, or NaN for equal entries. The variance of no entries is NaN.
     """
@@ -65,7 +68,7 @@ def variance(
 
 
 def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return the ``max``, ``min`` or ``prod`` over axes."""
+    """Return the maximum, minimum or product over axes; `kind` is ``max``, ``min`` or ``prod``."""
     over = _list_axes(x, axes)
     if kind == "prod" and x.is_bool:
         x = cast(x, DType.I64)
@@ -73,17 +76,17 @@ def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepd
 
 
 def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return whether an entry is non-zero, over axes."""
+    """Return booleans over axes: true where at least one entry is non-zero."""
     return extreme("max", as_bool(x), axes, keepdim)
 
 
 def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return whether all entries are non-zero, over axes."""
+    """Return booleans over axes: true where all entries are non-zero."""
     return logical_not(any_of(logical_not(x), axes, keepdim))
 
 
 def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the index of the first largest entry, in i64."""
+    """Return the index of the first largest entry along an axis, or of the flattened tensor, in i64."""
     over = _list_axes(x, axis)
     if x.is_integer:  # exact for large integers, unlike f32
         x = compare("eq", x, extreme("max", x, over, keepdim=True))
@@ -92,17 +95,17 @@ def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the index of the first smallest entry, in i64."""
+    """Return the index of the first smallest entry along an axis, or of the flattened tensor, in i64."""
     return argmax(logical_not(x) if x.is_bool else negative(x), axis, keepdim)
 
 
 def extreme_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the ``max`` or ``min`` along an axis, and its index in i64."""
+    """Return the maximum or minimum along an axis, and its index in i64; `kind` is ``max`` or ``min``."""
     return extreme(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
 def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
-    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis."""
+    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` names the reduction."""
     if x.is_bool:
         x = cast(x, DType.I64)
     if not x.rank:
@@ -114,7 +117,7 @@ def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
 
 
 def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
-    """Return the indices that sort an axis, in i64; equal entries keep their order."""
+    """Return the indices that sort `x` along an axis, in i64; equal entries keep their order."""
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
     ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
@@ -131,7 +134,7 @@ def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> 
 
 
 def vector_norm(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return the vector norm ``sum(|x| ** power) ** (1 / power)``, or its limit for 0, inf and -inf."""
+    """Return the vector norm ``sum(|x| ** power) ** (1 / power)`` over axes, or its limit for power 0, inf and -inf."""
     if power == 2:
         return unary(ops.sqrt, sum_over(unary(ops.sqr, x), axes, keepdim))
     if power == 0:

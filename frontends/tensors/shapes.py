@@ -1,4 +1,7 @@
-"""Shapes: reshape, permute, expand, slice, concatenate, pad, repeat."""
+"""Shape functions of tensors: reshape, permute, expand, slice, concatenate, pad and repeat.
+
+A tensor with more than `MAX_RANK` axes has a flat graph value. Its consecutive axes are merged before an op.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from .tensor import (
 
 
 def _reshape_value(x: Tensor, shape: Sequence[int]) -> Value:
-    """Return the graph value of `x` with a shape that a value may have."""
+    """Return the graph value of `x`, reshaped to a shape of at most `MAX_RANK` axes."""
     return reshape_value(x.value, tuple(shape))
 
 
@@ -45,7 +48,10 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Permute axes: axis i of the result is axis ``axes[i]``; consecutive permutations become one."""
+    """Permute the axes of `x`: axis i of the result is axis ``axes[i]`` of `x`.
+
+    Consecutive permutations become one.
+    """
     order = [x.axis(a) for a in axes]
     shape = tuple(x.shape[a] for a in order)
     if order == list(range(x.rank)):
@@ -74,7 +80,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def permute_value(value: Value, order: Sequence[int]) -> Value:
-    """Permute the axes of a value; consecutive permutations become one, and an identity disappears."""
+    """Permute the axes of a graph value; consecutive permutations become one, and an identity adds no node."""
     axes = list(order)
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs
@@ -86,7 +92,7 @@ def permute_value(value: Value, order: Sequence[int]) -> Value:
 
 
 def transpose(x: Tensor, first: int, second: int) -> Tensor:
-    """Return `x` with two axes exchanged."""
+    """Return `x` with the axes `first` and `second` exchanged."""
     if x.rank == 0:
         return x
     axes = list(range(x.rank))
@@ -95,15 +101,19 @@ def transpose(x: Tensor, first: int, second: int) -> Tensor:
     return permute(x, axes)
 
 
-def move_axis(x: Tensor, axis: int, to: int) -> Tensor:
-    """Return `x` with one axis moved to another position."""
+def move_axis(x: Tensor, axis: int, position: int) -> Tensor:
+    """Return `x` with one axis moved to the position `position`."""
     axes = [a for a in range(x.rank) if a != x.axis(axis)]
-    axes.insert(x.axis(to), x.axis(axis))
+    axes.insert(x.axis(position), x.axis(axis))
     return permute(x, axes)
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat axes of one entry up to `shape`; -1 keeps the size of an axis."""
+    """Broadcast `x` to `shape`: repeat the entry of each axis of size 1; -1 keeps the size of an axis.
+
+    Raises:
+        ModelError: The shapes do not broadcast, or too many separate axes would repeat.
+    """
     extra = len(shape) - x.rank
     whole = tuple(x.shape[i - extra] if n == -1 else n for i, n in enumerate(shape))
     if whole == x.shape:
@@ -127,19 +137,22 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def squeeze(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """Remove axes of one entry: all of them, or only `axes`."""
+    """Remove the axes of size 1: all of them, or only the given `axes`."""
     chosen = range(x.rank) if axes is None else {x.axis(a) for a in axes}
     return reshape(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in chosen])
 
 
 def unsqueeze(x: Tensor, axis: int) -> Tensor:
-    """Insert a new axis of one entry."""
+    """Insert a new axis of size 1 at the position `axis`."""
     at = axis % (x.rank + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
 
 
 def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
-    """Apply `change` to a value and one of its axes; for a flat value the other axes are merged around it."""
+    """Apply `change` to the graph value of `x` along one axis.
+
+    `change` takes a graph value and the index of the axis. For a flat value, the axes before and after are merged.
+    """
     at = x.axis(axis)
     if not x.exceeds_max_rank:
         return as_tensor(change(x.value, at), None, x.is_bool)
@@ -149,14 +162,17 @@ def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]
 
 
 def slice_range(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-    """Return the entries `start` to `stop` (exclusive) of an axis."""
+    """Return the entries from `start` to `stop` (exclusive) of one axis."""
     if (start, stop) == (0, x.shape[x.axis(axis)]):
         return x
     return apply_along_axis(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
 
 
 def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:
-    """Return a slice of an axis with the semantics of Python."""
+    """Return a slice of one axis with the semantics of Python.
+
+    Bounds may be negative or missing; a step may be negative.
+    """
     n = x.shape[x.axis(axis)]
     if step < 0:
         return take(x, axis, np.arange(n)[slice(start, stop, step)])
@@ -172,10 +188,10 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
     return reshape(slice_range(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
-def take(x: Tensor, axis: int, entries: np.ndarray) -> Tensor:
-    """Return the entries of an axis at constant indices; few consecutive runs become slices."""
+def take(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
+    """Return the entries of one axis at constant indices; at most four consecutive ranges become slices."""
     at, n = x.axis(axis), x.shape[x.axis(axis)]
-    ids = np.asarray(entries, np.int64)
+    ids = np.asarray(indices, np.int64)
     ids = np.where(ids < 0, ids + n, ids)
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     if len(ids) and len(breaks) < 4:
@@ -186,7 +202,7 @@ def take(x: Tensor, axis: int, entries: np.ndarray) -> Tensor:
 
 
 def select_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return rows of a matrix at a list of indices, in the dtype of the matrix."""
+    """Return the rows of a matrix at a list of indices, in the dtype of the matrix."""
     if not table.is_integer:
         return cast(as_tensor(ops.get_rows(table.value, ids.value), None, table.is_bool), table.dtype, table.is_bool)
     numbers = ops.broadcast(reshape_value(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))
@@ -194,7 +210,7 @@ def select_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Concatenate tensors along an axis."""
+    """Concatenate tensors along an existing axis, after promotion to a common dtype."""
     some = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch skips tensors of shape (0,)
     first, *others = promote_dtypes(*some)
     at = first.axis(axis)
@@ -210,38 +226,41 @@ def cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 def stack(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Join tensors along a new axis."""
+    """Join tensors of one shape along a new axis."""
     return cat([unsqueeze(p, axis % (p.rank + 1)) for p in parts], axis % (parts[0].rank + 1))
 
 
 def split(x: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """Split an axis into parts of the given sizes, or of one size, with a smaller last part."""
+    """Split one axis into parts of the given sizes.
+
+    An integer is the size of every part; the last part may be smaller.
+    """
     n = x.shape[x.axis(axis)]
     ends = np.cumsum([min(sizes, n - i) for i in range(0, n, sizes)] if isinstance(sizes, int) else sizes)
     return tuple(slice_range(x, axis, int(a), int(b)) for a, b in zip([0, *ends], ends, strict=False))
 
 
 def unbind(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
-    """Return the entries of an axis as separate tensors without the axis."""
+    """Return the entries of one axis as separate tensors without this axis."""
     return tuple(squeeze(part, [axis]) for part in split(x, 1, axis))
 
 
 def select(x: Tensor, axis: int, index: int) -> Tensor:
-    """Return one entry of an axis, without the axis."""
+    """Return the entry at `index` of one axis, without this axis."""
     at = x.axis(axis)
     i = index % x.shape[at]
     return squeeze(slice_range(x, at, i, i + 1), [at])
 
 
 def flip(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Reverse the entries of axes."""
+    """Reverse the order of the entries along each of `axes`."""
     for axis in axes:
         x = take(x, axis, np.arange(x.shape[x.axis(axis)])[::-1])
     return x
 
 
 def roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
-    """Shift the entries of axes cyclically; without axes the flattened tensor is shifted."""
+    """Shift the entries along axes cyclically; without axes, shift the flattened tensor."""
     if not axes:
         return reshape(roll(reshape(x, [-1]), shifts, [0]), x.shape)
     for shift, axis in zip(shifts, axes, strict=True):
@@ -254,7 +273,7 @@ def roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
 
 
 def repeat(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """Tile `x`: `counts` repetitions along each axis."""
+    """Tile `x`: repeat it ``counts[i]`` times along axis i."""
     own = reshape(x, (1,) * (len(counts) - x.rank) + x.shape)
     for axis, count in enumerate(counts):
         if count != 1:
@@ -290,7 +309,7 @@ def _pad_zeros(value: Value, axis: int, before: int, after: int) -> Value:
 
 
 def pad_by_mode(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """Pad `x` with its own entries; `mode` is a mode of `numpy.pad`: edge, reflect, symmetric or wrap."""
+    """Pad `x` with its own entries, as `numpy.pad` does for the modes edge, reflect, symmetric and wrap."""
     for axis, (a, b) in enumerate(pads):
         if a or b:
             own = np.pad(np.arange(x.shape[axis]), (max(0, a), max(0, b)), mode=mode)  # type: ignore[call-overload]

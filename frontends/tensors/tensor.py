@@ -1,4 +1,4 @@
-"""A graph value as a tensor of any rank, with booleans and known constants."""
+"""`Tensor`: a graph value with a shape of any rank, a boolean flag, and the array if it is a constant."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A graph value with the shape of a framework tensor.
+    """A graph value with the shape that the tensor has in PyTorch or ONNX.
 
-    If the shape has more axes than a value may have, the value is flat. Booleans are 0 and 1 in f32, with `is_bool`
-    set.
-    `constant` is the array of a constant, else None.
+    A graph value has at most `MAX_RANK` axes. For a shape with more axes, `value` is flat (rank 1). Booleans are stored
+    as 0 and 1 in f32, with `is_bool` set. `constant` is the array of a constant tensor, otherwise None.
     """
 
     value: Value
@@ -48,11 +47,15 @@ class Tensor:
 
     @property
     def exceeds_max_rank(self) -> bool:
-        """Whether the shape has more axes than a value may have, so that the value is flat."""
+        """Whether the shape has more than `MAX_RANK` axes, so that the graph value is flat."""
         return len(self.shape) > MAX_RANK
 
     def axis(self, axis: int) -> int:
-        """Return a possibly negative axis as a non-negative one; raise `ModelError` if there is no such axis."""
+        """Return the non-negative index of `axis`, which may be negative.
+
+        Raises:
+            ModelError: The tensor has no such axis.
+        """
         rank = max(1, self.rank)
         if not -rank <= axis < rank:
             raise ModelError(f"axis {axis} of a tensor of rank {self.rank}: there is no such axis")
@@ -64,19 +67,19 @@ Operand: TypeAlias = "Tensor | int | float | bool"
 
 
 def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the graph value of a tensor of `shape`."""
+    """Compute the shape of the graph value for a tensor of `shape`: equal, or flat for more than `MAX_RANK` axes."""
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 
-def as_tensor(value: Value, shape: Sequence[int] | None = None, truth: bool = False) -> Tensor:
-    """Return a graph value as a tensor of `shape`, by default of its own shape; `truth` marks booleans."""
+def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = False) -> Tensor:
+    """Wrap a graph value as a tensor of `shape`, by default of its own shape; `is_bool` marks booleans."""
     full_shape = value.shape if shape is None else tuple(shape)
     value_shape = stored_shape(full_shape)
-    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, truth)
+    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
 def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
-    """Return a value with another shape; of consecutive reshapes only the last one remains."""
+    """Return a graph value with another shape; of consecutive reshapes only the last one remains."""
     while value.node.op == "reshape":
         (source,) = value.node.inputs
         value = source
@@ -84,10 +87,10 @@ def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def constant_tensor(array: npt.ArrayLike) -> Tensor:
-    """Return an array as a constant; float64 becomes f32, booleans become 0 and 1.
+    """Return an array as a constant tensor; float64 becomes f32, booleans become 0 and 1.
 
     Raises:
-        GraphError: No value has the dtype of the array.
+        GraphError: hocket has no dtype for the array.
     """
     known = np.asarray(array)
     data = known.astype(np.float32) if known.dtype == bool or known.dtype == np.float64 else known
@@ -97,7 +100,7 @@ def constant_tensor(array: npt.ArrayLike) -> Tensor:
 
 
 def merge_equal_nodes(graph: Graph) -> Graph:
-    """Return a graph in which equal nodes are merged (common subexpression elimination)."""
+    """Return a graph in which equal nodes are merged into one (common subexpression elimination)."""
     first: dict[object, tuple[Value, ...]] = {}
 
     def rule(node: Node) -> Sequence[Value]:
@@ -109,7 +112,10 @@ def merge_equal_nodes(graph: Graph) -> Graph:
 
 
 def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
-    """Return a number as a constant with the dtype that it has in an operation with `like`."""
+    """Return a Python number as a constant tensor, with the dtype that PyTorch gives it in an operation with `like`.
+
+    A tensor is returned unchanged.
+    """
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -121,9 +127,9 @@ def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
     return constant_tensor(np.asarray(x, np.float32))
 
 
-def cast(x: Tensor, dtype: DType, truth: bool = False) -> Tensor:
-    """Convert a tensor to another dtype; with `truth` to booleans, which are true for non-zero entries."""
-    if truth:
+def cast(x: Tensor, dtype: DType, is_bool: bool = False) -> Tensor:
+    """Convert a tensor to another dtype, or with `is_bool` to booleans (true for non-zero entries)."""
+    if is_bool:
         if x.is_bool:
             return x
         zero = constant_tensor(np.zeros((), x.dtype.storage if x.is_integer else np.float32))
@@ -144,7 +150,10 @@ _DTYPES_BY_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.
 
 
 def promote_dtypes(*xs: Tensor) -> list[Tensor]:
-    """Convert tensors to their common dtype: floats before integers before booleans, then the widest one."""
+    """Convert tensors to their common dtype: floats before integers before booleans, then the widest one.
+
+    f16 and bf16 together become f32.
+    """
     if all(x.is_bool for x in xs):
         return list(xs)
     kinds = [x.dtype for x in xs if not x.is_bool]

@@ -31,7 +31,7 @@ def as_one_line(text: str) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the message of the system about a file, with a remedy."""
+    """Return the system's message about a file error, with a remedy."""
     message = error.strerror or str(error)
     return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
 
@@ -50,12 +50,12 @@ FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "draft_max": "--draft-max",
     }
 )
-"""The flag for each argument of `hocket.Model` and its methods that messages write as ``argument=value``."""
+"""Command-line flags by argument of `hocket.Model` and its methods; messages write arguments as ``argument=value``."""
 _ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
 
 
 def as_flags(message: str) -> str:
-    """Return a message of the library with command-line flags instead of Python arguments.
+    """Replace Python arguments in a message of the library by command-line flags.
 
     Example: ``context=64`` becomes ``--ctx-size 64``.
     """
@@ -68,18 +68,18 @@ def as_flags(message: str) -> str:
 
 
 class PositionalAlias(argparse._StoreAction):
-    """A flag that sets the positional argument with the same `dest`."""
+    """An argparse action of a flag that sets the positional argument with the same `dest`."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors; a value is never joined to a one-letter flag."""
+    """An argument parser with one-line errors; a one-letter flag is never joined to its value."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
 
     def _as_positional(self, words: Sequence[str]) -> list[str]:
-        """Return the words with the values of `PositionalAlias` flags moved to the positions of their arguments.
+        """Move the values of `PositionalAlias` flags to the positions of their positional arguments.
 
         The value of the first positional argument comes first, other values come last. Flags of llama.cpp that hocket
         lacks are refused here, before their values are read as other arguments.
@@ -108,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
         return [*before, *rest, *behind]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return no matches for beginnings of a word: ``-ngl`` is not ``-n gl``."""
+        """Return no matches for abbreviated flags, so that ``-ngl`` is not ``-n gl``."""
         return []
 
     def _refuse_llama_cpp_flag(self, flag: str) -> None:
@@ -127,7 +127,7 @@ class CommandParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, message)
 
     def refuse_words(self, words: Sequence[str]) -> NoReturn:
-        """Exit with a message about unknown words that suggests a flag."""
+        """Exit with an error message about unknown words, which suggests the nearest flag."""
         word = next((w for w in words if w.startswith("-")), words[0])
         flag = word.partition("=")[0]
         is_flag = flag.startswith("-")
@@ -167,7 +167,7 @@ def parse_scaled_file(text: str) -> tuple[str, float]:
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
-    """Parse ``15043=-2.5``, or ``15043-2.5`` of llama.cpp, as a token id and a number."""
+    """Parse ``15043=-2.5``, or ``15043-2.5`` of llama.cpp, as a token id and a logit bias."""
     parts = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))(\S+)", text)
     try:
         if parts is None:

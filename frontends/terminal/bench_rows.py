@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Row = Mapping[str, object]
-"""The results of one test by column name. All rows have the same columns."""
+"""Results of one test by column name. All rows have the same columns."""
 TABLE_HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
 TEXT_COLUMNS = ("model", "devices", "test")
 """Columns with text, which Markdown aligns to the left."""
@@ -19,7 +19,7 @@ SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", str: "TEXT"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One kind of rows: the name of the SQL table, the Markdown head and the Markdown cells of a row."""
+    """The format of one kind of benchmark rows: the name of the SQL table, the Markdown head and the Markdown cells."""
 
     name: str
     head: Sequence[str]
@@ -34,12 +34,12 @@ def _format_cells(row: Row) -> list[object]:
 
 
 BENCH_TABLE = Table("llama_bench", TABLE_HEAD, _format_cells)
-"""The table of llama-bench, which scripts of llama.cpp read."""
+"""The row format of llama-bench, which scripts of llama.cpp read."""
 
 
-def format_rows(rows: Iterable[Row], form: str, table: Table = BENCH_TABLE) -> Iterator[str]:
-    """Yield the lines of a format of `ROW_FORMATS` for each row; JSON is one list at the end."""
-    return ROW_FORMATS[form](rows, table)
+def format_rows(rows: Iterable[Row], format: str, table: Table = BENCH_TABLE) -> Iterator[str]:
+    """Yield the lines of benchmark rows in a format of `ROW_FORMATS`, such as ``md`` or ``csv``."""
+    return ROW_FORMATS[format](rows, table)
 
 
 def _format_json(rows: Iterable[Row], table: Table) -> Iterator[str]:

@@ -18,12 +18,12 @@ THREAD_SETTERS = (
 
 
 def set_blas_threads(count: int) -> None:
-    """Limit the threads of the BLAS library of NumPy, at any time.
+    """Set the thread count of the BLAS library of NumPy, at any time.
 
     Environment variables work only before the import of NumPy.
 
     Raises:
-        ModelError: The BLAS library has no thread limit, as Accelerate.
+        ModelError: The BLAS library, such as Accelerate, has no function for it.
     """
     # The symbol search includes the linked libraries, and so the BLAS library.
     library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # private, and without stubs

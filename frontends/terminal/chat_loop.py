@@ -1,4 +1,7 @@
-"""An interactive chat on a terminal: messages, answers, and commands that begin with a slash."""
+"""An interactive chat on a terminal: messages, answers, and commands that begin with a slash.
+
+The docstring of a command is its text in ``/help``.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from .output import write_data, write_log_line
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]
-"""A chat command: gets the conversation and an argument, returns whether the chat continues."""
+"""A function of a chat command: it takes the conversation and an argument, and returns whether the chat continues."""
 
 
 def run_chat_loop(conversation: Conversation) -> None:
-    """Answer typed messages until /exit, the end of input, or Ctrl-C twice in a row.
+    """Run an interactive chat until /exit, the end of input, or Ctrl-C twice in a row.
 
     Ctrl-C during an answer ends the answer and counts as the first one. The written part stays in the conversation.
     """
@@ -53,7 +56,7 @@ def run_chat_loop(conversation: Conversation) -> None:
 
 
 def _make_reader() -> Callable[[str], str]:
-    """Return a function that reads one message, with line editing and the messages of earlier chats.
+    """Make the function that reads one message from the terminal, with line editing and the messages of earlier chats.
 
     Pasted lines are one message. Alt+Enter begins a new line.
     """
@@ -78,7 +81,7 @@ def _make_reader() -> Callable[[str], str]:
 
 
 def _write_reply(conversation: Conversation, text: str) -> bool:
-    """Write the answer and return whether Ctrl-C ended it."""
+    """Generate and write the reply to a message, and return whether Ctrl-C ended it."""
     interrupted = False
     try:
         for new_text in conversation.reply(text):
@@ -99,14 +102,14 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
 
 
 def _show_help(conversation: Conversation, argument: str) -> bool:
-    """this list"""
+    """show this list of commands"""
     write_data("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
     write_data("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 
 def _reset_conversation(conversation: Conversation, argument: str) -> bool:
-    """forget the conversation"""
+    """forget the conversation and start again"""
     conversation.restart()
     return True
 
@@ -131,7 +134,7 @@ def _load_conversation(conversation: Conversation, argument: str) -> bool:
 def _transfer_conversation(
     command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
-    """Save or load a conversation and report the number of messages; return true, also after an error."""
+    """Save or load a conversation with `transfer`, and report the number of messages or the error; return true."""
     if not path:
         write_log_line(f"{command}: the file name is missing; give one")
         return True
@@ -153,14 +156,14 @@ def _shift_context(conversation: Conversation, argument: str) -> bool:
 
 
 def _show_stats(conversation: Conversation, argument: str) -> bool:
-    """tokens and rates so far"""
+    """show the token counts and the rates so far"""
     session = conversation.session
     write_data(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
     return True
 
 
 def _end_chat(conversation: Conversation, argument: str) -> bool:
-    """end the talk"""
+    """end the chat"""
     return False
 
 

@@ -1,4 +1,4 @@
-"""The progress line during kernel compilation, which takes seconds at the first run of a model on a machine."""
+"""The progress line of kernel compilation, which takes seconds at the first run of a model on a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_WIDTH = 78
 
 
 class CompileProgressHandler(logging.Handler):
-    """Shows the current kernel and the counts on one terminal line and clears it afterwards. Warnings stay visible."""
+    """A logging handler that shows the progress of kernel compilation on one terminal line. Warnings stay visible."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class CompileProgressHandler(logging.Handler):
 
 @contextmanager
 def show_compile_progress(stream: TextIO | None = None) -> Iterator[None]:
-    """Show the progress line in this context on `stream`, by default stderr, if it is a terminal."""
+    """Show the progress of kernel compilation in this context on `stream`, by default stderr, if it is a terminal."""
     stream = stream or sys.stderr
     if stream is None or not stream.isatty():
         yield

@@ -15,9 +15,9 @@ COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One option of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
+    """A command-line flag of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
 
-    An option without a remedy is accepted by hocket under all these spellings, with the same meaning.
+    A flag without a remedy is accepted by hocket under all these spellings, with the same meaning.
     """
 
     names: tuple[str, ...]
@@ -339,17 +339,20 @@ PROGRAM_SYNONYMS = {
     "generate": "llama-completion",
     "convert": "convert_hf_to_gguf",
 }
-"""Command names of other programs, with the program of llama.cpp."""
+"""Programs of llama.cpp by command name in other software."""
 
 
 def find_flag(name: str, command: str) -> Flag | None:
-    """Return the option of this name that hocket lacks, preferably of the counterpart of `command`, or None."""
+    """Find the flag of llama.cpp that hocket lacks, by name, or return `None`.
+
+    The counterpart of the hocket command `command` comes first.
+    """
     found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
     program = next((program for program, like in COMMAND_OF_PROGRAM.items() if like == command), "")
     return next((flag for flag in found if program in flag.programs), None) or next(iter(found), None)
 
 
 def find_program_remedy(word: str) -> str | None:
-    """Return the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
+    """Find the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
     name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

@@ -12,6 +12,6 @@ def write_data(text: str) -> None:
         sys.stdout.flush()
 
 
-def write_log_line(text: str) -> None:
+def write_log_line(line: str) -> None:
     """Write one line to stderr."""
-    print(text, file=sys.stderr)
+    print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Runs a command in one of several processes, which start and end together."""
+"""Run of a command as one rank of several processes, which start and end together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_rank(
     version: str,
     debug: bool,
 ) -> int:
-    """Run a command as one rank and return its exit code after all ranks have ended.
+    """Run a command as one rank, and return its exit code after all ranks have ended.
 
     If a rank fails, all processes end. Only rank 0 reads and writes the terminal; others write one line on an error.
 

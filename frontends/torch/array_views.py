@@ -1,4 +1,4 @@
-"""Convert PyTorch tensors to NumPy arrays that share their memory, and outputs of hocket to tensors."""
+"""Conversion of PyTorch tensors to NumPy arrays that share their memory, and of outputs to PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
-    """Return the memory of a tensor as an array; bfloat16 as its bits (uint16), bool as float32.
+    """Return the memory of a PyTorch tensor as a NumPy array; bfloat16 as its bits (uint16), bool as float32.
 
     Raises:
         ModelError: The tensor is on the meta device, or it is complex.
@@ -32,7 +32,7 @@ def as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
 
 
 def as_torch_tensor(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Return an output as a tensor of the given PyTorch dtype name and shape."""
+    """Return an output array as a PyTorch tensor of the given shape and PyTorch dtype name."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""Converters of ATen's convolutions, poolings and interpolations."""
+"""Converters of ATen's convolutions, pooling and interpolations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .op_calls import OpConverter
 
 
 def as_ints_per_axis(x: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Return one number for each of `count` axes."""
+    """Return one integer for each of `count` axes; a single integer is repeated."""
     values = (x,) if isinstance(x, int) else tuple(x)
     return values * count if len(values) == 1 else values
 
 
 def as_symmetric_pads(pads: Sequence[int]) -> list[tuple[int, int]]:
-    """Return a pair of equal pads for each axis."""
+    """Return each pad as a pair (before, after) of equal numbers."""
     return [(p, p) for p in pads]
 
 
@@ -41,30 +41,31 @@ def convolution(
     return convolutions.convolution(x, weight, bias, steps, pads, wide, groups)
 
 
-def make_max_pool_converter(n: int, places: bool = False) -> OpConverter:
-    """Return the converter of a max pooling over the last `n` axes.
+def make_max_pool_converter(axis_count: int, with_indices: bool = False) -> OpConverter:
+    """Make the converter of a max pooling over the last `axis_count` axes.
 
-    With `places` the op also returns indices, which only training needs; the converter returns None for them.
+    With `with_indices` the ATen op also returns indices, which only training needs; the converter returns None for
+    them.
     """
 
     def row(
         x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> Any:
-        size = as_ints_per_axis(size, n)
+        size = as_ints_per_axis(size, axis_count)
         rest = (
-            as_ints_per_axis(stride, n) if stride else size,
-            as_symmetric_pads(as_ints_per_axis(padding, n)),
-            as_ints_per_axis(dilation, n),
+            as_ints_per_axis(stride, axis_count) if stride else size,
+            as_symmetric_pads(as_ints_per_axis(padding, axis_count)),
+            as_ints_per_axis(dilation, axis_count),
             ceil_mode,
         )
         best = convolutions.max_pool(x, size, *rest)
-        return (best, None) if places else best  # indices are for training
+        return (best, None) if with_indices else best  # indices are for training
 
     return row
 
 
-def make_average_pool_converter(n: int) -> OpConverter:
-    """Return the converter of an average pooling over the last `n` axes."""
+def make_average_pool_converter(axis_count: int) -> OpConverter:
+    """Make the converter of an average pooling over the last `axis_count` axes."""
 
     def row(
         x: Tensor,
@@ -75,25 +76,28 @@ def make_average_pool_converter(n: int) -> OpConverter:
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Tensor:
-        size = as_ints_per_axis(size, n)
-        steps, pads = as_ints_per_axis(stride, n) if stride else size, as_symmetric_pads(as_ints_per_axis(padding, n))
+        size = as_ints_per_axis(size, axis_count)
+        steps, pads = (
+            as_ints_per_axis(stride, axis_count) if stride else size,
+            as_symmetric_pads(as_ints_per_axis(padding, axis_count)),
+        )
         return convolutions.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
 
     return row
 
 
-def make_adaptive_average_pool_converter(n: int) -> OpConverter:
-    """Return the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
+def make_adaptive_average_pool_converter(axis_count: int) -> OpConverter:
+    """Make the converter of an average pooling to given sizes of the last `axis_count` axes; None keeps a size."""
 
     def row(x: Tensor, sizes: Any) -> Tensor:
-        output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, n), x.shape[-n:], strict=True)]
+        output_sizes = [w or m for w, m in zip(as_ints_per_axis(sizes, axis_count), x.shape[-axis_count:], strict=True)]
         return convolutions.adaptive_average_pool(x, output_sizes)
 
     return row
 
 
 def make_nearest_upsample_converter(mode: str) -> OpConverter:
-    """Return the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
+    """Make the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
 
     Its overloads are (size, scales), and (size) with one scale for each axis.
     """
@@ -107,7 +111,7 @@ def make_nearest_upsample_converter(mode: str) -> OpConverter:
 
 
 def make_smooth_upsample_converter(mode: str) -> OpConverter:
-    """Return the converter of a linear or cubic upsampling (`mode`), which has ``align_corners``."""
+    """Make the converter of an upsampling with ``align_corners``; `mode` is ``linear`` or ``cubic``."""
 
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales

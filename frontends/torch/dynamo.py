@@ -3,8 +3,8 @@
 PyTorch finds `compile_graph` by the entry point ``hocket`` of the group ``torch_dynamo_backends``. A captured graph
 takes one of three ways:
 
-1. If all its ops have a row in the op table, hocket runs the whole graph.
-2. If some ops have none, PyTorch runs these, and hocket runs the segments between them. A warning lists the ops.
+1. If the op table has all its ops, hocket runs the whole graph.
+2. If the op table lacks some ops, PyTorch runs these, and hocket the segments between. A warning lists the ops.
 3. If hocket cannot import the graph for another reason, PyTorch runs it. A warning states the reason.
 """
 
@@ -27,11 +27,11 @@ from .parameter_binding import ParameterBindings, is_bound_argument
 from .program_split import split_program
 
 CallArguments = tuple[Any, ...]
-"""The arguments of one call of a captured graph."""
+"""Arguments of one call of a captured graph."""
 MAX_SCALAR_PROGRAMS = 16
-"""The largest number of programs of one graph for changing Python numbers; PyTorch runs further calls."""
+"""Largest number of programs of one graph for different Python numbers; PyTorch runs further calls."""
 _export_lock = threading.RLock()
-"""A lock that is held while a graph is exported and planned, because `torch.export` is not thread-safe."""
+"""Lock around the export and planning of a graph, because `torch.export` is not thread-safe."""
 
 
 def compile_graph(
@@ -41,7 +41,7 @@ def compile_graph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that runs a captured graph, as `torch.compile` asks of a backend.
+    """Compile a graph that Dynamo captured to a function that runs it on devices; the backend of `torch.compile`.
 
     Use it as ``torch.compile(model, backend="hocket", options={"devices": "cpu:0,cpu:1"})``.
 
@@ -61,10 +61,10 @@ def compile_graph(
 
 
 class CompiledGraph:
-    """A captured graph, which is exported and planned for each combination of argument shapes and Python numbers.
+    """A captured graph that is exported and planned at the first call with each combination of shapes and numbers.
 
-    Dynamo hands over some Python numbers as tensors; each of their values needs a program of its own. Dynamo also calls
-    one graph for several modules of a class, so parameters are arguments of a call like any others.
+    Dynamo passes some Python numbers as tensors; each value of such a number needs its own program. Dynamo also calls
+    one graph for several modules of a class, so parameters are arguments of a call.
     """
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class CompiledGraph:
         return self.runners[key](_remove_scalars(args, numbers) if numbers else args)
 
     def _load_graph(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
-        """Build a runner for arguments of these shapes: hocket, hocket in segments, or PyTorch."""
+        """Build the function that runs calls with these shapes: by hocket, in segments, or by PyTorch alone."""
         module = _with_scalar_constants(self.module, numbers) if numbers else self.module
         args = _remove_scalars(args, numbers)
         try:
@@ -105,7 +105,7 @@ class CompiledGraph:
 
 
 def _remove_scalars(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
-    """Return the arguments with None in place of the numbers, which the graph contains as constants."""
+    """Return the arguments with None for the Python numbers, which the graph contains as constants."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
 
@@ -114,18 +114,18 @@ def _list_placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _find_scalar_arguments(module: torch.fx.GraphModule) -> list[int]:
-    """Return the indices of the arguments that the graph reads only as Python numbers, for example a float."""
+    """Return the indices of the arguments that the graph reads only as Python numbers."""
     nodes = enumerate(_list_placeholders(module.graph))
     return [i for i, node in nodes if node.users and all(map(_is_item_call, node.users))]
 
 
 def _is_item_call(node: torch.fx.Node) -> bool:
-    """Return whether a node reads its operand as a Python number."""
+    """Whether a node calls ``item()``, which reads its operand as a Python number."""
     return node.op == "call_method" and node.target == "item"
 
 
 def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
-    """Return a copy of the graph in which constants replace the numbers that it reads from its arguments."""
+    """Return a copy of a graph with constants in place of its scalar arguments; `numbers` has the values by index."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     placeholders = _list_placeholders(graph)
@@ -142,7 +142,7 @@ def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, A
 
 
 class LoadedGraph:
-    """A captured graph on its devices: planned once, and bound to each set of parameters with which it is called."""
+    """A captured graph that hocket runs as a whole: planned once, and bound to each set of parameters in its calls."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         settings = dict(options)
@@ -162,13 +162,13 @@ class LoadedGraph:
 
 
 def _has_shared_memory(args: CallArguments, written: Sequence[int]) -> bool:
-    """Return whether one of the arguments `written` (indices) shares its memory with another argument."""
+    """Whether one of the arguments with the indices `written` shares its memory with another argument."""
     places = Counter(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor) and arg.numel())
     return any(places[args[number].untyped_storage().data_ptr()] > 1 for number in written)
 
 
 class _GraphSegment(torch.nn.Module):
-    """A segment of a captured graph, which hocket compiles at its first call."""
+    """A segment of a split graph as a module, which hocket compiles at its first call."""
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _GraphSegment(torch.nn.Module):
 
 
 class SplitGraph:
-    """A captured graph that is split at ops without a row: PyTorch runs these ops, and hocket the segments between."""
+    """A captured graph that is split at unsupported ops: PyTorch runs these ops, and hocket the segments between."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         self.segmented_module, ours = split_program(_export_graph(module, args), _is_supported)
@@ -191,7 +191,7 @@ class SplitGraph:
 
 
 def _is_supported(node: torch.fx.Node) -> bool:
-    """Return whether hocket computes a call as PyTorch does, including the order of equal entries in a sort."""
+    """Whether hocket computes a node exactly as PyTorch does, including the order of equal entries in a sort."""
     return has_table_row(node) and has_pytorch_sort_order(node)
 
 

@@ -1,8 +1,8 @@
-"""Convert an exported PyTorch program to a graph.
+"""Conversion of an exported PyTorch program to a graph.
 
 1. Leaves follow from the signature of the program: inputs, weights, states and constants.
-2. PyTorch computes a call during the import if all of its operands are constants.
-3. Every other call is converted by its row of the op table.
+2. A call with only constant operands is constant-folded by PyTorch.
+3. The op table converts every other call.
 4. Outputs and mutated buffers become outputs and state updates of the graph.
 """
 
@@ -42,18 +42,18 @@ IGNORED_KEYWORDS = (
 )
 """Keywords of calls that do not change numbers, or that the dtype of the result already states."""
 ASSERTION_OPS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-"""Names of calls that compute nothing."""
+"""Names of ATen ops that compute nothing: assertions and constraints."""
 MEMORY_READING_OPS = ("as_strided", "as_strided_copy", "as_strided_scatter")
-"""Names of calls that read the strides and the storage of an operand; a result of hocket does not keep them."""
+"""Names of ATen ops that read the strides and the storage of an operand, which a result of hocket does not keep."""
 
 MAX_INSERTION_SORT_ENTRIES = 16
 """Entries up to which PyTorch's CPU sort keeps the order of equal entries (insertion sort in libstdc++ `std::sort`)."""
 
 
 class MissingRowsError(ModelError):
-    """A program calls ops without a row in the op table.
+    """A program calls ops that the op table lacks.
 
-    `op_counts_text` names the ops, each with its number of calls.
+    `op_counts_text` lists the ops, each with its number of calls.
     """
 
     def __init__(self, listed: str) -> None:
@@ -72,7 +72,7 @@ def from_torch(exported: ExportedProgram) -> Program:
     states. Shapes are static, as in the example arguments.
 
     Raises:
-        ModelError: The program has ops without a row; the message lists all of them with their numbers of calls. Or the
+        ModelError: The op table lacks ops of the program; the message lists all of them with their call counts. Or the
             program has a type or a shape that hocket does not support.
     """
     kind = type(exported)
@@ -82,15 +82,15 @@ def from_torch(exported: ExportedProgram) -> Program:
 
 
 def import_program(
-    exported: ExportedProgram, operands: Collection[int] = (), has_row: Callable[[Node], bool] | None = None
+    exported: ExportedProgram, bound_arguments: Collection[int] = (), can_convert: Callable[[Node], bool] | None = None
 ) -> Program:
     """Convert a decomposed program to a graph with its weights.
 
     Args:
-        exported: A program in ops that have a row in the op table.
-        operands: Indices of the arguments that become weights, which each call binds. An argument that the program
-            changes becomes an input instead.
-        has_row: Whether hocket computes a node. The default accepts each op that has a row.
+        exported: A program of ops in the op table.
+        bound_arguments: Indices of the arguments that become weights, which each call binds. An argument that the
+            program changes becomes an input instead.
+        can_convert: Returns whether hocket can compute a node. The default accepts each op in the op table.
 
     Raises:
         ModelError: The program has another node, or a type or a shape that hocket does not support.
@@ -98,11 +98,11 @@ def import_program(
     import torch
 
     with torch.no_grad():
-        return _ProgramImporter(exported, frozenset(operands), has_row or has_table_row).build_program()
+        return _ProgramImporter(exported, frozenset(bound_arguments), can_convert or has_table_row).build_program()
 
 
 def decompose_program(exported: ExportedProgram) -> ExportedProgram:
-    """Return the program in ops of the op table, as far as PyTorch can decompose the other ops."""
+    """Decompose the ops that the op table lacks into ops that it has, as far as PyTorch can."""
     import torch
     from torch.export import default_decompositions
 
@@ -115,15 +115,15 @@ def decompose_program(exported: ExportedProgram) -> ExportedProgram:
 
 
 def has_table_row(node: Node) -> bool:
-    """Return whether hocket computes a call, or the call computes nothing."""
+    """Whether the op table has the op of a node, or the node computes nothing."""
     return node.op == "call_function" and (_find_aten_name(node.target) in OP_TABLE or _needs_no_kernel(node))
 
 
 def has_pytorch_sort_order(node: Node) -> bool:
-    """Return whether hocket orders equal entries as PyTorch does, or no result depends on their order.
+    """Whether a sort node orders equal entries as PyTorch does, or no result depends on their order.
 
-    Without ``stable=True`` PyTorch orders 17 or more entries by an algorithm that does not keep the order of equal
-    entries.
+    Without ``stable=True`` PyTorch sorts 17 or more entries by an algorithm that does not keep the order of equal
+    entries. True for any other node.
     """
     name = _find_aten_name(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
@@ -143,7 +143,7 @@ def _find_aten_name(target: object) -> str:
 
 @dataclass
 class _ProgramImporter:
-    """The import of one program: the values and the leaves that exist so far."""
+    """The conversion of one program: the tensors, constants and weights that exist so far."""
 
     exported_program: ExportedProgram
     bound_arguments: frozenset[int]
@@ -183,10 +183,9 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------ leaves
 
     def _add_leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
-        """Add the leaf of a placeholder: an argument, a parameter, a buffer or a constant.
+        """Add the leaf of a placeholder node: an argument, a parameter, a buffer or a constant.
 
-        A buffer that the program changes becomes a state. Other buffers are constants first; a large one becomes a
-        weight when a row reads it.
+        A changed buffer becomes a state. Another buffer is a constant; a large one becomes a weight at its first use.
         """
         kind = spec.kind.name
         if kind == "USER_INPUT":
@@ -209,7 +208,7 @@ class _ProgramImporter:
             raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
 
     def _add_argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
-        """Add an argument as an input or a weight; an argument without a tensor is a constant."""
+        """Add an argument as a graph input or a weight; an argument that is no tensor becomes a constant."""
         value = node.meta.get("val")
         if not _is_tensor(value):
             self.arguments.append(ProgramArgument("", getattr(spec.arg, "value", value)))
@@ -223,7 +222,7 @@ class _ProgramImporter:
         self.values[node] = Tensor(leaf(node.name, stored_shape(shape), dtype), shape, truth)
 
     def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
-        """Return a weight for a tensor. Tensors of equal address, shape and strides share one weight."""
+        """Add a weight for a tensor and return it; tensors of equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.weight_by_memory:
             return self.weight_by_memory[key]
@@ -237,10 +236,10 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _require_rows(self) -> None:
-        """Raise `MissingRowsError` with all ops without a row, except for calls that can be computed during the import.
+        """Raise `UnsupportedOpsError` with all ops that the op table lacks, except for calls that are constant-folded.
 
-        PyTorch would run such an op on results of hocket. An op that reads the memory of such a result would read it in
-        a wrong layout, so it raises `ModelError`.
+        PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
+        would read a wrong layout.
         """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported_program.graph.nodes:
@@ -264,7 +263,7 @@ class _ProgramImporter:
             raise MissingRowsError(listed)
 
     def _convert_call(self, node: Node) -> None:
-        """Convert one call to nodes, or compute it now if all of its operands are constants."""
+        """Convert one call to graph nodes, or constant-fold it if all of its operands are constants."""
         name = _find_aten_name(node.target)
         if name in ASSERTION_OPS:
             return
@@ -296,7 +295,7 @@ class _ProgramImporter:
             ) from why
 
     def _resolve_tensor(self, node: Node) -> Any:
-        """Return the value of a node as a `Tensor`; a large or bfloat16 constant becomes a weight."""
+        """Return the tensor of an FX node; a large or bfloat16 constant becomes a weight at its first use."""
         if node in self.values:
             if self.values[node] is None:
                 raise ModelError(f"%{node.name} is a result that hocket does not compute; remove it from the program")
@@ -319,7 +318,7 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------ results
 
     def _finish_program(self) -> Program:
-        """Build the graph from the outputs and the changed buffers, and the program with its arguments and results."""
+        """Build the graph from the outputs and the changed buffers, and return it as a program."""
         signature = self.exported_program.graph_signature
         (output,) = (n for n in self.exported_program.graph.nodes if n.op == "output")
         outputs: dict[str, Value] = {}
@@ -384,7 +383,7 @@ def _find_torch_dtype(name: str) -> object:
 
 
 def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
-    """Return the hocket dtype of a PyTorch dtype, and whether it holds truth values.
+    """Return the hocket dtype of a PyTorch dtype, and whether it is boolean.
 
     A constant (`known`) in float64 becomes f32.
     """
@@ -395,7 +394,7 @@ def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tu
 
 
 def _require_static_shape(where: object, value: Any) -> tuple[int, ...]:
-    """Return the shape of a value. Raises `ModelError` for a symbolic shape."""
+    """Return the shape of a value; raise `ModelError` if the shape is symbolic."""
     if not all(isinstance(n, int) for n in value.shape):
         why = "depends on numbers; mask entries instead of choosing them" if "u" in str(value.shape) else "varies"
         raise ModelError(f"%{where} has a shape that {why}; export the program without dynamic_shapes")
@@ -403,18 +402,18 @@ def _require_static_shape(where: object, value: Any) -> tuple[int, ...]:
 
 
 def _format_target(target: object) -> str:
-    """Return the name of a target for messages."""
+    """Return the name of a call target for messages."""
     text = str(target)
     return getattr(target, "__name__", text) if text.startswith("<") else text
 
 
 def _needs_no_kernel(node: Node) -> bool:
-    """Return whether a call computes nothing: an assertion, or the selection of one result of a tuple."""
+    """Whether a node computes nothing: an assertion, or the selection of one result of a tuple."""
     return _format_target(node.target) == "getitem" or _find_aten_name(node.target) in ASSERTION_OPS
 
 
 def _is_constant_foldable(node: Node) -> bool:
-    """Return whether PyTorch may compute a call during the import: it draws no random numbers and calls no subgraph."""
+    """Whether PyTorch may constant-fold a node: it draws no random numbers and calls no subgraph."""
     import torch
 
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -422,20 +421,20 @@ def _is_constant_foldable(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
 
 
-def _replace_nodes(tree: Any, by: Mapping[Node, Any]) -> Any:
-    """Return the arguments of a call with a value in place of each FX node."""
+def _replace_nodes(tree: Any, value_by_node: Mapping[Node, Any]) -> Any:
+    """Return the arguments of a call with each FX node replaced by its value in `value_by_node`."""
     if isinstance(tree, list | tuple):
-        return [_replace_nodes(x, by) for x in tree]
+        return [_replace_nodes(x, value_by_node) for x in tree]
     if isinstance(tree, dict):
-        return {k: _replace_nodes(v, by) for k, v in tree.items()}
-    return by[tree] if type(tree).__name__ == "Node" else tree
+        return {k: _replace_nodes(v, value_by_node) for k, v in tree.items()}
+    return value_by_node[tree] if type(tree).__name__ == "Node" else tree
 
 
 def _cast_results(out: Any, meta: Any, node: Node) -> Any:
-    """Cast the results of a row to the dtypes of PyTorch.
+    """Cast the results of a converter to the dtypes that PyTorch states in `meta`.
 
     Raises:
-        ModelError: A result has another shape than in PyTorch, so the row is wrong.
+        ModelError: A result has another shape than in PyTorch, so the converter is wrong.
     """
     if isinstance(meta, list | tuple):
         return tuple(_cast_results(o, m, node) for o, m in zip(out, meta, strict=False))

@@ -1,7 +1,7 @@
 """Converters of ATen calls with other arguments than the functions of `frontends.tensors`.
 
 A converter takes the arguments of an ATen op, with tensors as `Tensor`, and returns the results as `Tensor`. Most
-functions here only reorder arguments and have the name of their ATen op. A function ``make_*_converter`` returns a
+functions here only reorder arguments and have the name of their ATen op. A function ``make_*_converter`` makes a
 converter.
 """
 
@@ -22,7 +22,7 @@ from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Operand, Tensor, cast, constant_tensor
 
 OpConverter: TypeAlias = Callable[..., Any]
-"""A function that converts one call of an op into nodes: arguments of the call in, results out."""
+"""A function that converts one call to graph nodes: it takes the arguments and returns the results."""
 
 
 def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
@@ -32,9 +32,9 @@ def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def with_scalar_support(row: OpConverter) -> OpConverter:
-    """Return a converter that also accepts tensors without axes, for a converter that needs at least one axis.
+    """Return a converter that also accepts scalar tensors, for a converter that needs at least one axis.
 
-    Each scalar tensor gets one axis of one entry before the call, and the results lose it afterwards.
+    Each scalar tensor gets one axis of size 1 before the call, and the results lose it afterwards.
     """
 
     @wraps(row)
@@ -50,7 +50,7 @@ def with_scalar_support(row: OpConverter) -> OpConverter:
 
 
 def _add_axis_to_scalar(x: Any) -> Any:
-    """Add an axis of one entry to a tensor without axes; return other arguments unchanged."""
+    """Add an axis of size 1 to a scalar tensor; return any other argument unchanged."""
     return shapes.reshape(x, (1,)) if isinstance(x, Tensor) and not x.rank else x
 
 
@@ -78,7 +78,7 @@ def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -
 
 
 def make_log_converter(base: float) -> OpConverter:
-    """Return the converter of a logarithm to a base."""
+    """Make the converter of a logarithm to a base, such as ``log2``."""
     return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
 
 
@@ -91,19 +91,19 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
 
 
 def make_constant_like_converter(value: float) -> OpConverter:
-    """Return the converter of an op that gives a float32 constant of the shape of its operand."""
+    """Make the converter of an op that returns float32 constants of its operand's shape, such as ``ones_like``."""
     return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
-    """Return `value`, a number or a tensor, broadcast to the shape of `x`."""
+    """Convert ``full_like``: broadcast `value`, a number or a tensor, to the shape of `x`."""
     if isinstance(value, Tensor):
         return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
 def make_new_constant_converter(value: float) -> OpConverter:
-    """Return the converter of an op that gives a float32 constant of a given shape."""
+    """Make the converter of an op that returns a float32 constant of a given shape, such as ``new_zeros``."""
     return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
 
@@ -112,7 +112,7 @@ def new_full(x: Tensor, size: Sequence[int], value: float) -> Tensor:
 
 
 def make_triangle_converter(keep: Callable[..., np.ndarray]) -> OpConverter:
-    """Return the converter of ``tril`` or ``triu``; `keep` is the NumPy function that marks the entries to keep."""
+    """Make the converter of ``tril`` or ``triu``; `keep` is the NumPy function of the same name."""
 
     def row(x: Tensor, diagonal: int = 0) -> Tensor:
         return arith.masked_fill(x, constant_tensor(~keep(np.ones(x.shape[-2:], bool), diagonal)), 0)
@@ -132,7 +132,7 @@ def squeeze(x: Tensor, axes: int | Sequence[int] | None = None) -> Tensor:
 
 
 def chunk(x: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
-    """Split an axis into at most `chunks` parts of equal size; the last part may be smaller."""
+    """Convert ``chunk``: split an axis into at most `chunks` parts of equal size; the last part may be smaller."""
     return shapes.split(x, max(1, -(-x.shape[x.axis(axis)] // chunks)), axis)
 
 
@@ -157,19 +157,19 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
 
 
 def make_pad_converter(mode: str) -> OpConverter:
-    """Return the converter of a pad that repeats entries of its operand, by the NumPy mode ``reflect`` or ``edge``."""
+    """Make the converter of a pad with entries of the operand, by the NumPy mode ``reflect`` or ``edge``."""
     return lambda x, pads: shapes.pad_by_mode(x, as_pads_per_axis(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
-    """Return the windows of one axis; their entries become a new last axis."""
+    """Convert ``unfold``: return the sliding windows of one axis; their entries become a new last axis."""
     at = x.axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
     return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
-    """Return the diagonal of two axes as a new last axis."""
+    """Convert ``diagonal``: return the diagonal of two axes as a new last axis."""
     a, b = x.axis(first), x.axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
@@ -209,7 +209,10 @@ def variance_and_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``var_mean``. Its overloads are (unbiased), (axes, unbiased, keepdim), and (axes) with keywords."""
+    """Convert ``var_mean``: return the variance and the mean over axes.
+
+    Its overloads are (unbiased), (axes, unbiased, keepdim), and (axes) with keywords.
+    """
     if isinstance(axes, bool):
         axes, unbiased = None, axes
     by = float(unbiased) if correction is None else correction
@@ -225,9 +228,9 @@ def standard_deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 
 def make_extreme_converter(kind: str) -> OpConverter:
-    """Return the converter of ``max`` or ``min`` (`kind`).
+    """Make the converter of ``max`` or ``min`` (`kind`).
 
-    Its overloads reduce all entries, compare two tensors, or reduce an axis and give the indices too.
+    Its overloads reduce all entries, compare two tensors, or reduce an axis and also return the indices.
     """
     pair = arith.maximum if kind == "max" else arith.minimum
 
@@ -242,18 +245,21 @@ def make_extreme_converter(kind: str) -> OpConverter:
 
 
 def make_reduction_converter(kind: str) -> OpConverter:
-    """Return the converter of a reduction (``max``, ``min`` or ``prod``) over axes, without indices."""
+    """Make the converter of a reduction over axes without indices; `kind` is ``max``, ``min`` or ``prod``."""
     return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:
-    """Return the converter of a cumulative reduction (``sum`` or ``prod``) along an axis."""
+    """Make the converter of a cumulative reduction along an axis; `kind` is ``sum`` or ``prod``."""
     return lambda x, axis: reductions.accumulate(kind, x, axis)
 
 
 @with_scalar_support
 def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """Sort along an axis. The overloads are (axis, descending) and (stable, axis, descending)."""
+    """Convert ``sort``: return the sorted entries along an axis, and their indices.
+
+    The overloads are (axis, descending) and (stable, axis, descending).
+    """
     if args and isinstance(args[0], bool):
         args = args[1:]
     axis = args[0] if args else dim
@@ -273,7 +279,7 @@ def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool 
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
-    """Return the vector norm over axes; a `power` of None means 2."""
+    """Convert ``norm``: return the vector norm over axes; a `power` of None means 2."""
     return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 
@@ -308,7 +314,7 @@ def attention_with_logsumexp(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
-    """Compute attention; the second result of ATen, the log-sum-exp for training, is None."""
+    """Convert attention with a log-sum-exp as second result, which is None here because only training needs it."""
     return attention(q, k, v, attn_mask, dropout_p, is_causal, scale), None
 
 
@@ -379,7 +385,7 @@ def gather(x: Tensor, axis: int, ids: Tensor, sparse_grad: bool = False) -> Tens
 _SCATTER_KINDS = MappingProxyType(
     {"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 )
-"""The scatter kinds of `frontends.tensors.indexing`, by the reduction names of ATen."""
+"""Values of `reduce` in `frontends.tensors.indexing.scatter`, by ATen reduction name."""
 
 
 @with_scalar_support
@@ -403,7 +409,7 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
 
 @with_scalar_support
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
-    """Add slices of `src` times `alpha` to the slices of `x` at `ids`."""
+    """Convert ``index_add``: add the slices of `src`, times `alpha`, to the slices of `x` at `ids`."""
     front = shapes.move_axis(x, axis, 0)
     put = indexing.index_put(
         front, [ids], shapes.move_axis(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True
@@ -413,7 +419,7 @@ def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) 
 
 @with_scalar_support
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
-    """Replace the slices of `x` at `ids` by slices of `src`."""
+    """Convert ``index_copy``: replace the slices of `x` at `ids` by the slices of `src`."""
     front = shapes.move_axis(x, axis, 0)
     return shapes.move_axis(indexing.index_put(front, [ids], shapes.move_axis(src, axis, 0)), 0, axis)
 
@@ -423,7 +429,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
 
 
 def copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
-    """Return the source of ``copy``, broadcast to the shape of the destination."""
+    """Convert ``copy``: return the source, broadcast to the shape of the destination `x`."""
     return shapes.expand(src, x.shape)
 
 

@@ -1,4 +1,4 @@
-"""The op table of PyTorch programs: one row for each ATen op, with the converter of its calls.
+"""The op table of PyTorch programs: the converter of each ATen op.
 
 A converter gets the arguments of the ATen op, with tensors as `Tensor`. The importer casts its results to the dtypes of
 PyTorch, so a converter does not handle dtypes. The importer drops layouts, devices and memory formats.
@@ -30,10 +30,10 @@ _UNARY_OPS: Mapping[str, Callable[..., Any]] = {
     "acosh": ops.arccosh,
     "atanh": ops.arctanh,
 }
-"""ATen ops of one operand with an equal op of hocket."""
+"""Ops of hocket by the ATen op of one operand that has the same meaning."""
 
 _IDENTITY_OPS = ("clone", "alias", "detach", "_to_copy", "to", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as")
-"""ATen ops that return their operand, except for its dtype."""
+"""ATen ops that return their operand, possibly in another dtype."""
 _RESHAPE_OPS = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias")
 """ATen ops that change only the shape."""
 
@@ -191,13 +191,13 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
         # spatial
         "convolution": convolutions.convolution,
         **{f"max_pool{n}d": convolutions.make_max_pool_converter(n) for n in (1, 2, 3)},
-        **{f"max_pool{n}d_with_indices": convolutions.make_max_pool_converter(n, places=True) for n in (2, 3)},
+        **{f"max_pool{n}d_with_indices": convolutions.make_max_pool_converter(n, with_indices=True) for n in (2, 3)},
         **{f"avg_pool{n}d": convolutions.make_average_pool_converter(n) for n in (1, 2, 3)},
         **{f"adaptive_avg_pool{n}d": convolutions.make_adaptive_average_pool_converter(n) for n in (1, 2, 3)},
         **{f"_adaptive_avg_pool{n}d": convolutions.make_adaptive_average_pool_converter(n) for n in (2, 3)},
-        **{f"upsample_nearest{n}d": convolutions.make_nearest_upsample_converter("nearest") for n in (1, 2, 3)},
         **{
-            f"_upsample_nearest_exact{n}d": convolutions.make_nearest_upsample_converter("nearest-exact")
+            f"{name}{n}d": convolutions.make_nearest_upsample_converter(mode)
+            for name, mode in (("upsample_nearest", "nearest"), ("_upsample_nearest_exact", "nearest-exact"))
             for n in (1, 2, 3)
         },
         "upsample_linear1d": convolutions.make_smooth_upsample_converter("linear"),

@@ -1,11 +1,10 @@
-"""Bind parameters and buffers to captured graphs by identity, in the memory where PyTorch has them.
+"""Bind the parameters and buffers of modules to captured graphs, in the memory where PyTorch has them.
 
-Dynamo calls a graph with the parameters of any module of a class. The graph is planned once for all of them. Each set
-of parameters then has an executor, which a call finds by the identities of the parameters:
+Dynamo calls one graph with the parameters of any module of a class. The graph is planned once for all of them. Each
+set of parameters has its own executor, which a call finds by the identities of the parameters:
 
 1. A device that can read the memory of a parameter reads it there, so a change in place is visible at once.
-2. Another device has a copy, which all graphs share. The copy is filled again when the version of the parameter
-   changes.
+2. Another device has a copy, which all graphs share. The copy is refreshed when the version of the parameter changes.
 3. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
 """
 
@@ -27,16 +26,16 @@ from .array_views import as_array
 from .program import Program, Runner
 
 _copies_by_parameter = WeakTensorKeyDictionary()
-"""The `WeightCopies` of each live parameter; they belong to the parameter, not to a graph that reads it."""
+"""The `WeightCopies` of each live parameter, shared by all graphs that read the parameter."""
 _binding_lock = threading.RLock()
-"""A lock that is held while parameters are bound or their copies are filled."""
+"""Lock around the binding of parameters and the refresh of their copies."""
 
 
 def is_bound_argument(x: object) -> bool:
-    """Return whether an argument is bound once instead of copied at each call: a parameter, or a tensor of a module.
+    """Whether an argument is bound once instead of copied at each call: a parameter, or another tensor of a module.
 
     Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
-    tensors, because hocket stores truth values in another dtype.
+    tensors, because hocket stores booleans in another dtype.
     """
     if not isinstance(x, torch.nn.Parameter) and getattr(x, "_dynamo_static_input_type", None) is None:
         return False
@@ -45,7 +44,7 @@ def is_bound_argument(x: object) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _ParameterBinding:
-    """An executor over one set of parameters, with their memory addresses and versions when it was bound.
+    """An executor that is bound to one set of parameters, with their addresses and versions at that time.
 
     `storages` keeps the memory alive, so that no other tensor can get the same address before the next comparison.
     """
@@ -57,7 +56,7 @@ class _ParameterBinding:
     runner: Runner
 
     def is_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether the executor reads exactly the memory of these parameters."""
+        """Whether the executor reads exactly the memory of these parameters."""
         return self.addresses == [p.data_ptr() for p in parameters] and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
         )
@@ -77,7 +76,7 @@ class ParameterBindings:
         self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
 
     def bind_runner(self, args: Sequence[Any]) -> Runner:
-        """Return the program over the current parameters of a call, and refresh outdated copies."""
+        """Return a runner that is bound to the current parameters of a call; outdated copies are refreshed."""
         parameters = [args[number] for number, _ in self.program.bound_arguments]
         parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
         key = tuple(map(id, parameters))
@@ -92,7 +91,7 @@ class ParameterBindings:
         return binding.runner
 
     def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
-        """Build an executor over a set of parameters, which is forgotten when one of them is deleted."""
+        """Build an executor that is bound to a set of parameters, and delete it when one of them is deleted."""
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
         store = self.store.in_turn()
         self._load_parameters(store, parameters)
@@ -107,7 +106,7 @@ class ParameterBindings:
         return _ParameterBinding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
 
     def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
-        """Bind the parameters to a store, and fill outdated copies again."""
+        """Bind parameters to the weights of a store, and refresh outdated copies."""
         names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
         for name, parameter in zip(names, parameters, strict=True):
             copies = _copies_by_parameter.get(parameter)

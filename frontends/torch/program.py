@@ -1,4 +1,4 @@
-"""A PyTorch program that is imported into hocket: its graph, its weights, and calls with tensors."""
+"""A PyTorch program after its import into hocket: its graph, its weights, and calls with tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """An imported PyTorch program. `graph` is planned and run like any other graph; `weights` are its arrays by name.
+    """An imported PyTorch program: its graph, its weights by name, and its arguments and results in order.
 
-    `weights` contains the initial values of states too. `on` is the shortest way to call the program with tensors.
+    `graph` is planned and run like any other graph. `weights` also has the initial values of states. `on` loads the
+    program on devices, for calls with tensors.
     """
 
     graph: Graph
@@ -31,11 +32,11 @@ class Program:
     arguments: tuple[ProgramArgument, ...]
     results: tuple[ProgramResult, ...]
     mutated_arguments: tuple[tuple[int, str], ...]
-    """Arguments (by index) into which a call copies an output (by name)."""
+    """Pairs of an argument index and an output name: a call copies the output into the argument."""
     in_spec: Any
     out_spec: Any
     bound_arguments: tuple[tuple[int, str], ...] = ()
-    """Arguments (by index) that are weights (by name); they are bound to memory instead of copied at each call."""
+    """Pairs of an argument index and a weight name: the argument is bound to memory instead of copied at each call."""
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
         """Plan the program for devices and load it; `options` are the options of `hocket.plan`."""
@@ -44,7 +45,7 @@ class Program:
         return Runner(self, plan(self.graph, devices, **options))
 
     def inputs(self, *args: Any, **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
-        """Return arrays by name for the arguments of a call.
+        """Return the graph inputs by name for the arguments of a call.
 
         Raises:
             ModelError: The arguments do not match the arguments of the export.
@@ -52,7 +53,7 @@ class Program:
         return self.as_named_arrays(self.flatten_arguments(args, kwargs))
 
     def flatten_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of the arguments of a call, in the order of `arguments`.
+        """Return the pytree leaves of the arguments of a call, in the order of `arguments`.
 
         Raises:
             ModelError: The arguments have other keywords or another pytree structure than in the export.
@@ -78,11 +79,11 @@ class Program:
 
     @cached_property
     def _input_names(self) -> frozenset[str]:
-        """The names of the inputs of the graph."""
+        """The names of the graph inputs."""
         return frozenset(value.node.name for value in self.graph.inputs)
 
     def as_named_arrays(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
-        """Return arrays by name for arguments that are flat already.
+        """Return the graph inputs by name for flattened arguments.
 
         Raises:
             ModelError: An argument has another dtype, shape or constant value than in the export.
@@ -109,7 +110,7 @@ class Program:
 
 
 class Runner:
-    """A program on devices. A call takes tensors as the model did, and returns the results of the model."""
+    """A PyTorch program that is loaded on devices. A call takes the arguments of the model and returns its results."""
 
     def __init__(self, program: Program, plan: Plan, executor: Executor | None = None) -> None:
         from ...scheduler import load
@@ -127,7 +128,7 @@ class Runner:
         return tree_unflatten(flat, program.out_spec)
 
     def run_flat(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return the results for flat arguments, and copy mutated arguments back into their tensors."""
+        """Run the program on flattened arguments, copy the mutated arguments back, and return the flat results."""
         import torch
 
         program = self.program
@@ -144,5 +145,5 @@ class Runner:
 
 
 def _flatten_high_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
-    """Flatten an array of more than five axes, because graphs store such values with one axis."""
+    """Flatten an array of more than five axes, because the graph stores its value with one axis."""
     return array.reshape(-1) if array.ndim > 5 else array

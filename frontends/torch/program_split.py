@@ -1,4 +1,4 @@
-"""Split a program at the ops that have no row in the op table."""
+"""Split a program into segments at the ops that the op table lacks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 LEAF_NODE_KINDS = ("placeholder", "get_attr", "output")
-"""The FX node kinds that compute nothing."""
+"""FX node kinds that compute nothing."""
 
 
-def split_program(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
-    """Split a decomposed program into consecutive segments, which hocket and PyTorch compute in turn.
+def split_program(exported: ExportedProgram, can_convert: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
+    """Split a decomposed program at unsupported ops into segments that hocket and PyTorch run in turn.
 
     Args:
         exported: A decomposed program.
-        has_row: Whether hocket computes a node.
+        can_convert: Returns whether hocket can compute a node.
 
     Returns:
-        A module that calls the segments in order, and the names of the segments that hocket computes.
+        A module that calls the segments in order, and the names of the segments that hocket runs.
     """
     from torch.fx.passes.split_module import split_module
 
@@ -35,7 +35,7 @@ def split_program(exported: ExportedProgram, has_row: Callable[[Node], bool]) ->
         if node.target is operator.getitem:  # an entry of a tuple, which a segment cannot return
             parts[node] = parts[node.args[0]]
             continue
-        mine = has_row(node)
+        mine = can_convert(node)
         if not ours or ours[-1] != mine:
             ours.append(mine)
         parts[node] = len(ours) - 1

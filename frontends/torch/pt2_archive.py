@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 MAX_PROGRAM_BYTES = 1 << 28
-"""The largest size in bytes of the JSON text of a program, without its weights."""
+"""Largest size in bytes of the JSON text of a program, without its weights."""
 ALLOWED_TARGET = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
-"""The names of functions that a node may call."""
+"""Pattern of the functions that a node may call."""
 SYMBOLIC_KEYS = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
-"""Keys of the JSON text that hold symbolic expressions, which occur only where shapes vary."""
+"""JSON keys of symbolic expressions, which occur only where shapes vary."""
 LEAF_KINDS = ("weights", "constants")
-"""The folders of an archive that hold tensors."""
+"""Folders of an archive that hold tensors."""
 
 
 def read_program(path: str) -> ExportedProgram:
-    """Read the program in a file, with its weights.
+    """Read the exported program of a file, with its weights.
 
     Raises:
-        ModelError: The file is damaged, or it is no file that ``torch.export.save`` writes for a model of plain tensors
-            and static shapes.
+        ModelError: The file is damaged, or ``torch.export.save`` does not write it for plain tensors and static shapes.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -49,7 +48,7 @@ def read_program(path: str) -> ExportedProgram:
 
 
 class _ArchiveMembers:
-    """The files in an archive, by their paths below its first folder. All of them are uncompressed."""
+    """The members of a zip archive, by path below its first folder; all of them must be uncompressed."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
         self.path, self.archive = path, archive
@@ -63,20 +62,28 @@ class _ArchiveMembers:
         self.program_name = self.program_path.removeprefix("models/").removesuffix(".json")
 
     def read_bytes(self, name: str) -> bytes:
-        """Return the content of one file. Raises `ModelError` if the file is missing."""
+        """Return the content of one member.
+
+        Raises:
+            ModelError: The member is missing.
+        """
         if name not in self.zip_infos:
             raise ModelError(f"{self.path}: {name} is missing")
         return self.archive.read(self.zip_infos[name])
 
     def read_json(self, name: str) -> Any:
-        """Parse one JSON file. Raises `ModelError` if the file is missing or too large."""
+        """Parse one JSON member.
+
+        Raises:
+            ModelError: The member is missing or too large.
+        """
         if name in self.zip_infos and self.zip_infos[name].file_size > MAX_PROGRAM_BYTES:
             raise ModelError(f"{self.path}: {name} has more than {MAX_PROGRAM_BYTES} bytes")
         return json.loads(self.read_bytes(name))
 
 
 def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
-    """Build an exported program from the checked JSON text and the tensors of an archive."""
+    """Build an exported program from the JSON text and the tensors of an archive, after a check of the JSON text."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
@@ -88,10 +95,13 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
 
 
 def _sanitise_program(path: str, program_json: dict[str, Any]) -> None:
-    """Reject programs that would make PyTorch evaluate text, and drop entries in which PyTorch would look up names.
+    """Check the JSON text of a program for harmful entries, and remove its guards and metadata in place.
 
-    Guards and metadata are dropped in place; hocket does not use them. Raises `ModelError` for symbolic shapes, for a
-    call of another function than an ATen or prims op, and for a pytree spec with classes of other modules.
+    PyTorch would evaluate text or look up names in these entries. hocket does not use guards and metadata.
+
+    Raises:
+        ModelError: A shape is symbolic, a node calls another function than an ATen or prims op, or a pytree spec names
+            classes of other modules.
     """
     if program_json.get("range_constraints") or any(
         part.get(key) for part in _iterate_mappings(program_json) for key in SYMBOLIC_KEYS
@@ -121,7 +131,11 @@ def _iterate_mappings(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _load_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one kind by name; each tensor is a view of the bytes of its file."""
+    """Read the tensors of one folder (`kind`) of the archive, by name; each tensor is a view of the bytes of its file.
+
+    Raises:
+        ModelError: A tensor is pickled.
+    """
     config = f"data/{kind}/{members.program_name}_{kind}_config.json"
     import torch
 

@@ -1,1 +1,1 @@
-"""The contents of requests and answers: schemas, chats, tools, and the parts of a generated text."""
+"""Contents of requests and answers: JSON schemas of bodies, chat messages, tools, and the parts of a generated text."""

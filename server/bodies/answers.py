@@ -1,4 +1,4 @@
-"""The parts of an answer: thoughts, text and tool calls, parsed while the answer is generated.
+"""Parser of generated answers: it splits the text into thoughts, content and tool calls while it is generated.
 
 Forms of tool calls:
 
@@ -22,9 +22,9 @@ from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 MARKERS = (OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_CALL, CLOSE_CALL)
-"""Texts of the tokens that an answer shows even if the vocabulary calls them control tokens."""
+"""Texts of tokens that an answer shows even if the vocabulary calls them control tokens."""
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
-"""The beginning of a tool call up to its arguments."""
+"""Pattern of the beginning of a tool call up to its arguments."""
 SPACE, LINE_BREAKS = " \t\r\n", "\r\n"
 XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>)?\s*", re.DOTALL)
 XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -32,10 +32,10 @@ XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.D
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A new part of an answer.
+    """A new piece of a parsed answer, as the streaming APIs send it.
 
-    `kind` is ``content``, ``reasoning``, ``call`` (the name of tool call number `index` is `text`) or ``arguments``
-    (a piece of the arguments of that call).
+    `kind` is ``content``, ``reasoning``, ``call`` (`text` is the name of tool call number `index`) or ``arguments``
+    (`text` is a piece of the arguments of that call).
     """
 
     kind: str
@@ -44,14 +44,14 @@ class Delta:
 
 
 class JsonSpan:
-    """Finds the end of one JSON value in a text that comes in pieces."""
+    """Finds the end of one JSON value in a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self.is_complete = False
         self._depth, self._in_text, self._escapes, self._is_scalar = 0, False, False, False
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text` belong to the value."""
+        """Return the number of characters of `text` that belong to the value."""
         for i, char in enumerate(text):
             if self._in_text:
                 self._in_text = self._escapes or char != '"'
@@ -83,7 +83,7 @@ class ParserOptions:
     - `has_bare_calls`: whether an answer that begins with ``{`` may be a tool call.
     - `is_call`: whether the whole text is one tool call, without markers.
     - `max_calls`: tool calls after this number stay text.
-    - `text_parameters`: the names of the parameters of each function that are texts.
+    - `text_parameters`: the names of the string parameters of each function.
     """
 
     has_thoughts: bool = False
@@ -96,7 +96,7 @@ class ParserOptions:
 
 
 class AnswerParser:
-    """Splits the text of one answer into deltas."""
+    """An incremental parser that splits the text of one answer into deltas."""
 
     def __init__(self, options: ParserOptions) -> None:
         self.call_count = 0
@@ -109,12 +109,12 @@ class AnswerParser:
         """Characters that are removed before the next text."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Return the deltas that `text` makes certain."""
+        """Return the deltas that are certain after another piece of text."""
         self._pending += text
         return merge_deltas(self._parse())
 
     def finish(self) -> list[Delta]:
-        """Return the deltas of the text that was held."""
+        """Return the deltas of the text that is still held at the end of the answer."""
         deltas = list(self._parse())
         rest, self._pending = self._pending, ""
         if self._mode == "call" and self._span is None:
@@ -131,7 +131,7 @@ class AnswerParser:
                 return
 
     def _parse_begin(self) -> Iterator[Delta]:
-        """Decide whether the answer begins with a thought, or is a tool call."""
+        """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
             self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE
@@ -173,7 +173,7 @@ class AnswerParser:
             self._mode, self._span = "call", None
 
     def _parse_call(self) -> Iterator[Delta]:
-        """Stream the arguments of a call as soon as its name is known."""
+        """Parse a tool call: yield its name, then its arguments as they arrive."""
         if self._span is None:
             if head := CALL_HEAD.match(self._pending):
                 self._pending = self._pending[head.end() :]
@@ -203,7 +203,7 @@ class AnswerParser:
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _read_whole_call(self, text: str) -> list[Delta]:
-        """Return a call with its parts in another order, or the text if it is no call."""
+        """Return the deltas of a complete tool call in another form, or of the text if it is no tool call."""
         try:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
@@ -219,7 +219,10 @@ class AnswerParser:
         return [Delta("call", name, index), Delta("arguments", whole, index)]
 
     def _read_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
-        """Return name and arguments of a call of Qwen3-Coder; values are JSON unless the parameter is a text."""
+        """Return the name and the arguments of a tool call of Qwen3-Coder, or None if the text has another form.
+
+        Values are parsed as JSON unless the parameter is a string.
+        """
         if (call := XML_CALL.fullmatch(text)) is None:
             return None, {}
         arguments: dict[str, object] = {}
@@ -231,7 +234,10 @@ class AnswerParser:
         return call[1], arguments
 
     def _take_text(self, marker: str) -> tuple[str, str]:
-        """Remove and return the text before `marker`, and `marker` if it is there; a beginning of it stays pending."""
+        """Remove and return the pending text before `marker`, and the marker if it is complete.
+
+        A beginning of the marker at the end of the text stays pending.
+        """
         before, found, after = self._pending.partition(marker)
         if found:
             self._pending = after
@@ -242,7 +248,7 @@ class AnswerParser:
 
 
 def merge_deltas(deltas: Iterator[Delta] | list[Delta]) -> list[Delta]:
-    """Return deltas with neighbours of one kind joined."""
+    """Return deltas with adjacent ones of the same kind merged."""
     merged: list[Delta] = []
     for delta in deltas:
         if merged and delta.kind != "call" and (merged[-1].kind, merged[-1].index) == (delta.kind, delta.index):

@@ -1,4 +1,4 @@
-"""The messages of a chat in the form that chat templates read, and the prompt that a template makes of them."""
+"""Chat messages in the form that chat templates read, and the prompt that a template renders."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered chat.
+    """The rendered prompt of a chat.
 
-    - `text`: the prompt; `template`: the template that made it.
-    - `continues_message`: the last message is the beginning of the answer.
+    - `text`: the prompt; `template`: the chat template.
+    - `continues_message`: the prompt ends with the beginning of the answer, from the last message.
     """
 
     text: str
@@ -32,7 +32,7 @@ class ChatPrompt:
 
     @property
     def opens_thought(self) -> bool:
-        """Whether the answer begins inside a thought."""
+        """Whether the answer begins inside a thought, because the prompt ends with ``<think>``."""
         return self.text.rstrip().endswith(OPEN_THOUGHT)
 
     @property
@@ -50,18 +50,18 @@ def render_messages(
     variables: Mapping[str, object] | None = None,
     uses_tools: bool = True,
 ) -> ChatPrompt:
-    """Return the prompt of a chat.
+    """Render the messages of a chat to a prompt with the chat template.
 
     Args:
-        body: The messages, tools and variables.
+        body: The messages, tools and template variables.
         metadata: The metadata of the model file.
         tokenizer: The tokenizer of the model.
         template: A template that replaces the template of the model.
-        variables: Variables of the template that the body does not set.
+        variables: Template variables that the body does not set.
         uses_tools: Whether the template gets the tools.
 
     Raises:
-        ApiError: A message is malformed, or the template does not know tools.
+        ApiError: A message is malformed, or the template does not use tools.
         ModelError: There is no template, or it refuses the messages.
     """
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
@@ -79,7 +79,7 @@ def render_messages(
 
 
 def describe_date() -> dict[str, object]:
-    """Return the variables with the date of today that llama-server gives to templates."""
+    """Make the template variables with today's date, as llama-server does."""
     today = datetime.date.today()
     month = MONTHS[today.month - 1]  # strftime would use the language of the machine
     return {
@@ -89,7 +89,7 @@ def describe_date() -> dict[str, object]:
 
 
 def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]]) -> str | None:
-    """Remove a last message of the assistant, and return its text: the answer continues it.
+    """Remove a last message of the assistant, and return its text as the beginning of the answer.
 
     llama-server has the same rule. ``continue_final_message: false`` keeps the message as a complete one.
     """
@@ -110,11 +110,11 @@ def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]
 
 
 def read_message(message: Mapping[str, object], index: int, template: str) -> dict[str, object]:
-    """Return a message as templates expect it.
+    """Normalise a message to the form that the chat template expects.
 
-    - The parts of a text are joined by line breaks.
+    - Text parts are joined by line breaks.
     - The role ``developer`` becomes ``system`` unless the template knows it.
-    - The arguments of tool calls are objects unless the template tests for texts.
+    - The arguments of tool calls are objects unless the template tests for strings.
 
     Raises:
         ApiError: The message is malformed.
@@ -141,7 +141,7 @@ def read_message(message: Mapping[str, object], index: int, template: str) -> di
 
 
 def join_content(content: object, where: str) -> str:
-    """Return the text of a message: a text, or a list of text parts.
+    """Join the content of a message, a text or a list of text parts, to one text.
 
     Raises:
         ApiError: The content has another form, or a part is an image, sound or file.

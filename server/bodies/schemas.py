@@ -1,11 +1,11 @@
-"""The bodies of requests as msgspec structs: the type and the bounds of every field.
+"""Schemas of request bodies as msgspec structs: the type and the bounds of each field.
 
 `decode_body` sorts the fields of a body into four kinds:
 
-1. Fields of the struct, which are converted.
-2. Fields of samplers that hocket lacks: accepted at their neutral value, refused by name at another one.
-3. Fields without influence on the text: accepted, and named in the header ``X-Hocket-Ignored``.
-4. All others, which are refused by name.
+1. Fields of the struct: converted.
+2. Fields of samplers that hocket lacks: accepted at their neutral value, refused by name at another value.
+3. Fields without influence on the text: accepted, and listed in the header ``X-Hocket-Ignored``.
+4. All others: refused by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import refuse
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 256
 MAX_CHOICES = 16
 MAX_GRAMMAR_CHARACTERS = 1 << 16
-"""Characters of the longest grammar or JSON schema."""
+"""Maximum characters of a grammar or JSON schema."""
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -29,7 +29,7 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
 RepeatPenalty = Annotated[float, Meta(gt=0, le=100)]
 TokenCount = Annotated[int, Meta(ge=-1, lt=1 << 31)]
-"""A number of tokens; -1 has no limit."""
+"""Number of tokens; -1 is unlimited."""
 Seed = Annotated[int, Meta(ge=-(1 << 63), lt=(1 << 63) - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 ShortText = Annotated[str, Meta(max_length=256)]
@@ -42,18 +42,18 @@ Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]
 BiasPair = tuple[int | ShortText, Bias | bool]
 Objects = dict[str, object]
 Prompt = str | list[object] | dict[str, object]
-"""A text, tokens, or a list of both; `requests` reads it."""
+"""A text, a list of tokens, or a list of both; `RequestBuilder.encode_prompts` reads it."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The object ``stream_options``."""
+    """The object ``stream_options`` of a request."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """Fields that choose tokens, common to all endpoints that generate."""
+    """Sampling fields of a request body, common to all endpoints that generate."""
 
     model: ShortText = ""
     temperature: Temperature | None = None
@@ -77,12 +77,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings that are not empty."""
+        """The stop strings of the request, without empty ones."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
 
 class FunctionBody(msgspec.Struct):
-    """The description of a function that the model may call."""
+    """The object ``function`` of a tool: a function that the model may call."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     parameters: Objects | None = None
@@ -91,27 +91,27 @@ class FunctionBody(msgspec.Struct):
 
 
 class ToolBody(msgspec.Struct):
-    """An entry of ``tools``."""
+    """An entry of ``tools`` in a request body."""
 
     function: FunctionBody
     type: str = "function"
 
 
 class NamedFunction(msgspec.Struct):
-    """The name in a ``tool_choice``."""
+    """The object ``function`` of a ``tool_choice``, which names one function."""
 
     name: str
 
 
 class NamedTool(msgspec.Struct):
-    """A ``tool_choice`` that requires one tool."""
+    """A ``tool_choice`` that requires a call of one named tool."""
 
     function: NamedFunction
     type: str = "function"
 
 
 class NamedSchema(msgspec.Struct):
-    """The object ``response_format.json_schema``."""
+    """The object ``json_schema`` of a ``response_format``: a JSON schema with its name."""
 
     schema: Objects | bool | None = None
     name: str = ""
@@ -120,7 +120,7 @@ class NamedSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The object ``response_format``; `schema` is a field of llama-server."""
+    """The object ``response_format``; llama-server adds the field `schema`."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -128,7 +128,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """``POST /v1/chat/completions``. The messages are checked when they are rendered."""
+    """The body of ``POST /v1/chat/completions``. The messages are checked when they are rendered."""
 
     messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     max_tokens: TokenCount | None = None
@@ -151,7 +151,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class TemplateBody(msgspec.Struct, kw_only=True):
-    """``POST /apply-template`` and the count of the tokens of a chat."""
+    """The body of ``POST /apply-template``, and of the token counts of a chat."""
 
     messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     model: ShortText = ""
@@ -163,7 +163,7 @@ class TemplateBody(msgspec.Struct, kw_only=True):
 
 
 class TextBody(SamplingBody, kw_only=True):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions`` of OpenAI."""
 
     prompt: Prompt
     max_tokens: TokenCount | None = None
@@ -175,7 +175,7 @@ class TextBody(SamplingBody, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """``POST /completion`` of llama-server."""
+    """The body of ``POST /completion`` of llama-server."""
 
     prompt: Prompt
     n_predict: TokenCount | None = None
@@ -190,7 +190,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """``POST /v1/embeddings``; ``content`` is the name of the input in llama-server."""
+    """The body of ``POST /v1/embeddings``; llama-server names the input ``content``."""
 
     input: Prompt | None = None
     content: Prompt | None = None
@@ -200,7 +200,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """``POST /tokenize``."""
+    """The body of ``POST /tokenize``."""
 
     content: Prompt = ""
     add_special: bool = False
@@ -209,7 +209,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     tokens: list[TokenId] = msgspec.field(default_factory=list)
 
@@ -248,7 +248,7 @@ NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
     "modalities": lambda value: value == ["text"],
     "function_call": lambda value: value == "none",
 }
-"""Unsupported fields that would change the text, with the test for the value that has no effect."""
+"""Unsupported fields that would change the text, each with a test for the value that has no effect."""
 DEPENDENT_FIELDS: Mapping[str, str] = {
     "mirostat_tau": "mirostat",
     "mirostat_eta": "mirostat",
@@ -260,7 +260,7 @@ DEPENDENT_FIELDS: Mapping[str, str] = {
     "dry_sequence_breakers": "dry_multiplier",
     "adaptive_decay": "adaptive_target",
 }
-"""Fields without an effect as long as another one has its neutral value."""
+"""Fields without effect while another field has its neutral value, by name; the value is the other field."""
 HARMLESS_FIELDS = frozenset(
     (
         "user",
@@ -298,10 +298,10 @@ HARMLESS_FIELDS = frozenset(
 
 
 def parse_json_object(data: bytes) -> dict[str, object]:
-    """Return the JSON object of a body.
+    """Parse a request body as a JSON object.
 
     Raises:
-        ApiError: The body is not one, or has NaN, numbers out of range, lone surrogates or too many levels.
+        ApiError: The body is no JSON object, or has NaN, numbers out of range, lone surrogates or too many levels.
     """
     try:
         body = msgspec.json.decode(data)
@@ -314,14 +314,14 @@ def parse_json_object(data: bytes) -> dict[str, object]:
     return body
 
 
-def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """Return a body as a struct, and the names of its ignored fields.
+def decode_body(data: bytes, body_type: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """Decode a JSON body to a struct of type `body_type`, and return it with the names of its ignored fields.
 
     Raises:
         ApiError: A field is unknown, is unsupported, or has a wrong value; `ApiError.param` names it.
     """
     body = {name: value for name, value in parse_json_object(data).items() if value is not None}
-    known = set(kind.__struct_encode_fields__)
+    known = set(body_type.__struct_encode_fields__)
     ignored = []
     for name in body.keys() - known:
         if is_neutral := NEUTRAL_VALUES.get(name):
@@ -332,7 +332,7 @@ def decode_body(data: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         else:
             raise refuse(f"there is no field {name!a:.80} here; leave it out", name[:80])
     try:
-        return msgspec.convert({name: body[name] for name in known & body.keys()}, kind), tuple(sorted(ignored))
+        return msgspec.convert({name: body[name] for name in known & body.keys()}, body_type), tuple(sorted(ignored))
     except RecursionError:
         raise refuse("the body is nested too deeply") from None
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Tools of a request: their checks, and the JSON schema of a call that an answer is forced to make."""
+"""Tools of a request: their checks, and the JSON schema of a forced tool call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .schemas import FunctionBody, NamedTool, Objects, ToolBody
 
 TOOL_CHOICES = ("none", "auto", "required")
 DEFINITIONS = ("$defs", "definitions")
-"""Keywords with schemas that references name."""
+"""Keywords of a JSON schema that hold the definitions for references."""
 
 
 def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
-    """Return the functions of ``tools``.
+    """Return the functions in the field ``tools``.
 
     Raises:
         ApiError: A tool is malformed or is no function.
@@ -33,7 +33,7 @@ def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
 
 
 def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> tuple[str, list[FunctionBody]]:
-    """Return ``none``, ``auto`` or ``required``, and the functions that the answer may call.
+    """Return ``none``, ``auto`` or ``required`` from ``tool_choice``, and the functions that the answer may call.
 
     Raises:
         ApiError: The choice is unknown, or names no tool.
@@ -51,7 +51,7 @@ def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> 
 
 
 def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
-    """Return the JSON schema of a call ``{"name": ..., "arguments": {...}}`` of one of the functions.
+    """Build the JSON schema of a tool call ``{"name": ..., "arguments": {...}}`` for any of the functions.
 
     The definitions of all parameters move to the root, because references begin there.
     """
@@ -72,7 +72,7 @@ def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
 
 
 def _move_definitions(schema: Objects, prefix: str, definitions: Objects) -> Objects:
-    """Move the definitions of a schema to `definitions`, under names with a prefix; return the rest."""
+    """Move the definitions of a JSON schema to `definitions` with prefixed names, and return the rest of the schema."""
     for keyword in DEFINITIONS:
         moved = schema.get(keyword)
         if isinstance(moved, dict):
@@ -101,7 +101,7 @@ def _rename_references(schema: object, prefix: str) -> object:
 
 
 def list_text_parameters(functions: Sequence[FunctionBody]) -> Mapping[str, frozenset[str]]:
-    """Return the names of the parameters of each function that are texts."""
+    """Return the names of the string parameters of each function, by function name."""
     found = {}
     for function in functions:
         properties = (function.parameters or {}).get("properties")

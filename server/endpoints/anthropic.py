@@ -1,7 +1,7 @@
-"""``POST /v1/messages`` of Anthropic, and the count of its tokens.
+"""``POST /v1/messages`` of Anthropic, and the token count of its body.
 
-The body becomes a chat of OpenAI, which `prepare_chat` reads. The answer is a list of blocks: thoughts, text and uses
-of tools.
+The body is converted to a chat body of OpenAI, which `prepare_chat` reads. The answer is a list of content blocks:
+thoughts, text and tool uses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..streams import Finish, Progress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-"""Types of ``tool_choice``, and the words of OpenAI for them."""
+"""OpenAI's ``tool_choice`` by the type of Anthropic's."""
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
 CLIENT_TOOL_TYPES = (None, "custom")
-"""Types of tools that the client runs."""
+"""Types of tools that the client runs, not the server."""
 BLOCK_STARTS: Mapping[str, Objects] = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
@@ -41,11 +41,11 @@ DELTA_TYPES = {
     "reasoning": ("thinking_delta", "thinking"),
     "arguments": ("input_json_delta", "partial_json"),
 }
-"""The type of the delta, and the name of its text, for each kind of `Delta`."""
+"""For each kind of `Delta`: Anthropic's delta type, and the field of its text."""
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
-    """``POST /v1/messages``; `max_tokens` may be missing when tokens are counted."""
+    """The body of ``POST /v1/messages``; `max_tokens` may be missing in a token count."""
 
     messages: Annotated[list[Objects], Meta(min_length=1, max_length=4096)]
     model: ShortText = ""
@@ -65,7 +65,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 
 async def create_message(request: Request) -> Response:
-    """Answer a chat, as one JSON object or as a stream."""
+    """Handle ``POST /v1/messages``: answer a chat, as one JSON object or as a stream."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, MessagesBody)
@@ -89,7 +89,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_message_tokens(request: Request) -> Response:
-    """Return the number of tokens of a chat."""
+    """Handle ``POST /v1/messages/count_tokens``: return the token count of a chat."""
     state = state_of(request)
     body, headers = await read_body(request, MessagesBody)
     chat = convert_to_chat(body)
@@ -102,7 +102,7 @@ async def count_message_tokens(request: Request) -> Response:
 
 
 def convert_to_chat(body: MessagesBody) -> ChatBody:
-    """Return the same chat as a body of OpenAI.
+    """Convert a body of Anthropic to a chat body of OpenAI.
 
     Raises:
         ApiError: A block, a tool or a choice has an unknown form.
@@ -137,7 +137,7 @@ def convert_to_chat(body: MessagesBody) -> ChatBody:
 
 
 def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
-    """Return a message as messages of OpenAI: each result of a tool is a message of its own.
+    """Convert a message of Anthropic to messages of OpenAI: each tool result becomes a separate message.
 
     Raises:
         ApiError: The role or a block has an unknown form.
@@ -179,7 +179,7 @@ def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
 
 
 def _convert_output(output: Mapping[str, object]) -> Objects:
-    """Return the fields for the effort of thoughts and for the schema of the answer."""
+    """Convert ``output_config`` to the fields for the reasoning effort and for the JSON schema of the answer."""
     fields: Objects = {}
     for name, value in output.items():
         match name, value:
@@ -214,7 +214,7 @@ def _convert_tool_choice(choice: Mapping[str, object]) -> object:
 
 
 class MessageAnswer:
-    """The answer to one chat in the form of Anthropic; it formats streams and complete answers."""
+    """The formatter of an answer to one chat in the format of Anthropic, for streams and complete answers."""
 
     ping = format_event({"type": "ping"}, "ping")
 
@@ -225,7 +225,7 @@ class MessageAnswer:
         self._finish: Finish | None = None
 
     def build_message(self, text: str, tokens: Sequence[TokenEvent], finish: Finish) -> dict[str, object]:
-        """Return the object of a complete answer."""
+        """Build the JSON object of a complete answer."""
         blocks: list[Objects] = []
         inputs: list[str] = []
         for delta in [*self._parser.feed(text), *self._parser.finish()]:
@@ -243,7 +243,7 @@ class MessageAnswer:
         }
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events of Anthropic."""
         events: list[bytes] = []
         for update in updates:
             if isinstance(update, Progress):
@@ -261,7 +261,7 @@ class MessageAnswer:
         return b"".join(events)
 
     def format_end(self) -> bytes:
-        """Return the events that end the last block and the message."""
+        """Return the events that end the last content block and the message."""
         assert self._finish is not None
         finish = self._finish
         reason = {"stop_reason": self._choose_stop_reason(finish), "stop_sequence": finish.stop_string or None}
@@ -269,7 +269,7 @@ class MessageAnswer:
         return b"".join([*events, _format("message_stop")])
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_anthropic(), "error")
 
     def _format_delta(self, delta: Delta) -> list[bytes]:
@@ -314,7 +314,7 @@ def _format(kind: str, **fields: object) -> bytes:
 
 
 def _start_block(delta: Delta, text: str = "") -> Objects:
-    """Return a block that begins with `text`, or a use of a tool without input."""
+    """Make a content block that begins with `text`, or a tool-use block without input."""
     if delta.kind == "call":
         return {"type": "tool_use", "id": make_id("toolu_"), "name": delta.text, "input": {}}
     start = BLOCK_STARTS[delta.kind]
@@ -322,7 +322,7 @@ def _start_block(delta: Delta, text: str = "") -> Objects:
 
 
 def parse_input(arguments: str) -> object:
-    """Return the arguments of a call, or an empty object if they are cut."""
+    """Parse the arguments of a tool call, or return an empty object if they are incomplete."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -330,7 +330,7 @@ def parse_input(arguments: str) -> object:
 
 
 def describe_usage(finish: Finish) -> dict[str, int]:
-    """Return the counts of tokens; `input_tokens` excludes the tokens from the cache."""
+    """Return the token counts of Anthropic's ``usage``; `input_tokens` excludes cached tokens."""
     timing = finish.timing
     return {
         "input_tokens": timing.prompt_tokens - timing.cached_tokens,
@@ -341,7 +341,7 @@ def describe_usage(finish: Finish) -> dict[str, int]:
 
 
 def build_message_routes() -> list[Route]:
-    """Return the routes of this module."""
+    """Return the routes of the Anthropic endpoints."""
     return [
         Route("/v1/messages", create_message, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_message_tokens, methods=["POST"]),

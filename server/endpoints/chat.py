@@ -1,4 +1,4 @@
-"""A chat from its body to the requests of the engine, common to the APIs that have chats."""
+"""Preparation of a chat, from its body to engine requests, common to the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REASONING_FORMATS = ("auto", "none", "deepseek")
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat that is ready to be submitted.
+    """A chat that is ready to be submitted to the engine.
 
-    - `id`: of the response; `prompt_text`: the rendered chat; `requests`: one for each choice.
-    - `parser_options`: the parts of the text of a choice.
-    - `ignored`: fields without an effect.
+    - `id`: id of the response; `prompt_text`: the rendered chat; `requests`: one engine request for each choice.
+    - `parser_options`: the parts that the text of a choice may have.
+    - `ignored`: fields without effect.
     """
 
     id: str
@@ -35,12 +35,12 @@ class PreparedChat:
     ignored: tuple[str, ...] = field(default_factory=tuple)
 
     def make_parser(self) -> AnswerParser:
-        """Return the parser of the text of one choice."""
+        """Make the parser of the text of one choice."""
         return AnswerParser(self.parser_options)
 
 
 async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> PreparedChat:
-    """Render and tokenize a chat, and compile its grammar.
+    """Prepare the engine requests of a chat: render and tokenize it, and compile its grammar.
 
     Raises:
         ApiError: A field contradicts another one, or is wrong.
@@ -97,7 +97,7 @@ def _check_fields(state: ServingState, body: ChatBody) -> None:
 
 
 def check_choice_count(state: ServingState, count: int) -> None:
-    """Require that all choices can run at once.
+    """Require at most as many choices as slots, so that all choices can run at once.
 
     Raises:
         ApiError: There are more choices than slots.
@@ -113,7 +113,10 @@ def _check_no_grammar(body: ChatBody) -> None:
 
 
 def _choose_answer_start(prompt: ChatPrompt, grammar: Grammar | None, is_forced_call: bool) -> str:
-    """Return the text after the prompt: a grammar begins behind thoughts, and a forced call behind its marker."""
+    """Return text that is appended to the prompt: the end of an open thought, and the marker of a forced tool call.
+
+    A grammar begins after the thought; a forced tool call begins after its marker.
+    """
     start = f"\n{CLOSE_THOUGHT}\n\n" if grammar is not None and prompt.opens_thought else ""
     return f"{start}{OPEN_CALL}\n" if is_forced_call and OPEN_CALL in prompt.template else start
 

@@ -1,4 +1,4 @@
-"""Probabilities of tokens in the forms of the APIs."""
+"""Log probabilities of tokens in the formats of the APIs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ...frontends.gguf.tokenization.tokenizer import Tokenizer
 from ...frontends.serving.requests import TokenEvent
 
 MIN_LOGPROB = -9999.0
-"""The number for a token without probability, which JSON has no value for; OpenAI uses the same."""
+"""Logprob of a token without probability, because JSON has no infinity; OpenAI uses the same number."""
 
 
 def describe_token(data: bytes) -> str:
-    """Return the text of a token. Bytes that are no text are ``bytes:`` with their escapes, as OpenAI writes them."""
+    """Decode the bytes of a token as text; invalid UTF-8 becomes ``bytes:`` with escapes, as in OpenAI's API."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -20,7 +20,7 @@ def describe_token(data: bytes) -> str:
 
 
 def describe_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> list[dict[str, object]]:
-    """Return the probabilities of tokens as chat completions and ``/completion`` list them."""
+    """Return the logprobs of tokens in the format of chat completions and of llama-server's ``/completion``."""
     return [
         {
             **_describe_entry(tokenizer, event.token, event.logprob),
@@ -36,12 +36,12 @@ def _describe_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> 
 
 
 def clip_logprob(logprob: float | None) -> float:
-    """Return a logarithm that JSON can express."""
+    """Clip a logprob to at least `MIN_LOGPROB`, because JSON has no infinity; None becomes `MIN_LOGPROB`."""
     return MIN_LOGPROB if logprob is None else max(float(logprob), MIN_LOGPROB)
 
 
 def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], offset: int) -> dict[str, object]:
-    """Return the probabilities of tokens as the older text completions have them.
+    """Return the logprobs of tokens in the legacy format of text completions.
 
     Args:
         tokenizer: The tokenizer.

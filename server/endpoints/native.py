@@ -1,4 +1,4 @@
-"""The endpoints of llama-server: ``/completion``, the tokenizer, the template, and the state of the server."""
+"""The endpoints of llama-server: ``/completion``, tokenizer, chat template, and state of the server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .chat import check_choice_count
 from .logprobs import describe_logprobs
 
 NO_SLOT = -1
-"""The value of ``id_slot``: the slots of an engine are not fixed to requests."""
+"""Value of ``id_slot``, because requests of this engine have no fixed slot."""
 UNLIMITED = -1
-"""The default of ``n_predict``: until the context is full."""
+"""Default of ``n_predict``: until the context is full."""
 NEUTRAL_SAMPLERS = {
     "dynatemp_range": 0.0,
     "typical_p": 1.0,
@@ -41,11 +41,11 @@ NEUTRAL_SAMPLERS = {
     "min_keep": 0,
     "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
 }
-"""Settings of samplers that hocket lacks, as llama-server reports them."""
+"""Reported settings of samplers that hocket lacks, with the values of llama-server that have no effect."""
 
 
 async def create_native_completion(request: Request) -> Response:
-    """Continue one text or several, in the form of llama-server."""
+    """Handle ``POST /completion``: continue one text or several, in the format of llama-server."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, CompletionBody)
@@ -69,7 +69,7 @@ async def create_native_completion(request: Request) -> Response:
 
 
 class NativeAnswer:
-    """The continuations of texts in the form of llama-server."""
+    """The formatter of text completions in the format of llama-server, for streams and complete answers."""
 
     ping = PING
 
@@ -81,14 +81,14 @@ class NativeAnswer:
         self._clocks = [AnswerClock() for _ in requests]
 
     def build_results(self, results: Sequence[CompleteText]) -> object:
-        """Return the object of one complete text, or the list of several."""
+        """Return the JSON object of one complete text, or the list of several."""
         objects = [self.build_result(i, *result) for i, result in enumerate(results)]
         return objects if len(objects) > 1 else objects[0]
 
     def build_result(
         self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False
     ) -> dict[str, object]:
-        """Return the object of a complete text, or the last object of a stream."""
+        """Build the JSON object of a complete text, or the last object of a stream."""
         request, tokenizer = self._requests[i], self._state.service.tokenizer
         limit = request.params.limit
         result: dict[str, object] = {
@@ -114,15 +114,15 @@ class NativeAnswer:
         return select_fields(result, self._body.response_fields) if self._body.response_fields else result
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the events for updates."""
+        """Format updates as server-sent events of llama-server."""
         return b"".join(map(self._format_update, updates))
 
     def format_end(self) -> bytes:
-        """Return nothing: the last object of each text has ``stop: true``."""
+        """Return nothing, because the last object of each text already has ``stop: true``."""
         return b""
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> bytes:
@@ -157,7 +157,7 @@ class NativeAnswer:
 
 
 def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[str, object]:
-    """Return the object ``generation_settings`` of llama-server."""
+    """Return the object ``generation_settings`` of llama-server: the sampling parameters of a request."""
     params, sampling = request.params, request.params.sampling
     bias = [
         {"token": token, "bias": None if value == -math.inf else value}  # JSON has no infinity
@@ -189,7 +189,7 @@ def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[
 
 
 def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
-    """Return the named fields; ``a/b`` is field b of object a."""
+    """Return only the named fields of a result; ``a/b`` is field b of object a."""
     selected = {}
     for name in names:
         value: object = result
@@ -204,7 +204,7 @@ def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, 
 
 
 async def tokenize(request: Request) -> Response:
-    """Return the tokens of a text, with their texts if ``with_pieces`` is set."""
+    """Handle ``POST /tokenize``: return the tokens of a text, with their texts if ``with_pieces`` is set."""
     state = state_of(request)
     body, headers = await read_body(request, TokenizeBody)
     tokenizer, content = state.service.tokenizer, body.content
@@ -219,7 +219,7 @@ async def tokenize(request: Request) -> Response:
 
 
 def _describe_text(data: bytes) -> str | list[int]:
-    """Return the text of a token, or its bytes if they are no text."""
+    """Return the text of a token, or the list of its bytes if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -227,7 +227,7 @@ def _describe_text(data: bytes) -> str | list[int]:
 
 
 async def detokenize(request: Request) -> Response:
-    """Return the text of tokens."""
+    """Handle ``POST /detokenize``: return the text of tokens."""
     state = state_of(request)
     body, headers = await read_body(request, DetokenizeBody)
     text = await state.builder.run_in_thread(lambda: state.service.tokenizer.decode(body.tokens, special=True))
@@ -235,7 +235,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """Return the prompt of a chat."""
+    """Handle ``POST /apply-template``: return the rendered prompt of a chat."""
     body, headers = await read_body(request, TemplateBody)
     prompt = await state_of(request).builder.render_chat(body)
     return JsonResponse({"prompt": prompt.text}, headers=headers)
@@ -245,14 +245,14 @@ async def apply_template(request: Request) -> Response:
 
 
 async def show_health(request: Request) -> Response:
-    """Return whether the server can generate."""
+    """Handle ``GET /health``: return status 200 if the server can generate, otherwise 503."""
     if problem := state_of(request).find_problem():
         raise ApiError(503, problem, retry_seconds=1)
     return JsonResponse({"status": "ok"})
 
 
 async def show_properties(request: Request) -> Response:
-    """Return the properties of the model and the server, which clients cannot change."""
+    """Handle ``GET /props``: return the read-only properties of the model and the server."""
     state = state_of(request)
     service, options = state.service, state.options
     try:
@@ -283,7 +283,7 @@ async def show_properties(request: Request) -> Response:
 
 
 async def show_slots(request: Request) -> Response:
-    """Return the state of each slot; with ``fail_on_no_slot`` status 503 if none is free."""
+    """Handle ``GET /slots``: return the state of each slot; with ``fail_on_no_slot`` status 503 if no slot is free."""
     state = state_of(request)
     if not state.options.has_slots:
         raise ApiError(501, "this server does not list its slots")
@@ -304,7 +304,7 @@ async def show_slots(request: Request) -> Response:
 
 
 async def show_metrics(request: Request) -> Response:
-    """Return the metrics in the text format of Prometheus."""
+    """Handle ``GET /metrics``: return the metrics in the text format of Prometheus."""
     state = state_of(request)
     if not state.options.has_metrics:
         raise ApiError(501, "this server has no metrics")
@@ -313,18 +313,18 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_plan(request: Request) -> Response:
-    """Return the explanation of the plans that serve."""
+    """Handle ``GET /plan``: return the explanation of the execution plans in use."""
     text = await state_of(request).builder.run_in_thread(state_of(request).service.explain_plans)
     return Response(text, media_type="text/plain; charset=utf-8")
 
 
 async def show_start(request: Request) -> Response:
-    """Return one line for people who open the address in a browser."""
+    """Handle ``GET /``: return one line for people who open the address in a browser."""
     return Response("hocket serves models here; the API is below /v1\n", media_type="text/plain; charset=utf-8")
 
 
 def build_native_routes() -> list[Route]:
-    """Return the routes of this module."""
+    """Return the routes of the llama-server endpoints."""
     posts = {
         "/completion": create_native_completion,
         "/completions": create_native_completion,

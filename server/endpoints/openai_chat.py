@@ -25,7 +25,7 @@ ID_PREFIX = "chatcmpl-"
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a chat, as one JSON object or as a stream."""
+    """Handle ``POST /v1/chat/completions``: answer a chat, as one JSON object or as a stream."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, ChatBody)
@@ -38,7 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def count_chat_tokens(request: Request) -> Response:
-    """Return the number of tokens of a chat."""
+    """Handle ``POST /v1/chat/completions/input_tokens``: return the token count of a chat."""
     state = state_of(request)
     body, headers = await read_body(request, TemplateBody)
     prompt = await state.builder.render_chat(body)
@@ -47,7 +47,7 @@ async def count_chat_tokens(request: Request) -> Response:
 
 
 class ChatAnswer:
-    """The answer to one chat, in the form of OpenAI; it formats streams and complete answers."""
+    """The formatter of an answer to one chat in the format of OpenAI, for streams and complete answers."""
 
     ping = PING
 
@@ -73,7 +73,7 @@ class ChatAnswer:
     # ------------------------------------------------------------------------------------------------ complete answers
 
     def build_completion(self, results: Sequence[tuple[str, tuple[TokenEvent, ...], Finish]]) -> dict[str, object]:
-        """Return the object of a complete answer."""
+        """Build the JSON object of a complete answer."""
         choices = []
         for i, (text, tokens, finish) in enumerate(results):
             self._finishes[i] = finish
@@ -93,11 +93,11 @@ class ChatAnswer:
     # ---------------------------------------------------------------------------------------------------------- streams
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the chunks for updates."""
+        """Format updates as chunks of a chat completion (server-sent events)."""
         return b"".join(chunk for update in updates for chunk in self._format_update(update))
 
     def format_end(self) -> bytes:
-        """Return the chunk with the usage, if it was asked for, and the mark of the end."""
+        """Return the chunk with the token usage, if requested, and the end marker ``[DONE]``."""
         if not self._body.stream_options.include_usage:
             return DONE
         finish = self._finishes[0]
@@ -105,7 +105,7 @@ class ChatAnswer:
         return format_event({**chunk, "timings": describe_timing(finish.timing, finish.token_count)}) + DONE
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> list[bytes]:
@@ -177,7 +177,7 @@ class ChatAnswer:
 
 
 def describe_usage(finishes: Iterable[Finish]) -> dict[str, object]:
-    """Return the counts of tokens; the prompt of several choices counts once."""
+    """Return the token counts of OpenAI's ``usage``; several choices share one prompt, which counts once."""
     ends = list(finishes)
     prompt, new = ends[0].timing.prompt_tokens, sum(finish.token_count for finish in ends)
     return {
@@ -189,12 +189,12 @@ def describe_usage(finishes: Iterable[Finish]) -> dict[str, object]:
 
 
 def choose_finish_reason(finish: Finish, parser: AnswerParser) -> str:
-    """Return the ``finish_reason``: a call that the limit has cut is ``length``, a complete one ``tool_calls``."""
+    """Return the ``finish_reason``: ``length`` for a truncated answer, ``tool_calls`` after a complete tool call."""
     return finish.reason if finish.reason == "length" or not parser.call_count else "tool_calls"
 
 
 def build_message(deltas: Sequence[Delta]) -> dict[str, object]:
-    """Return the message of the assistant that the deltas of an answer make."""
+    """Build the assistant's message from all deltas of an answer."""
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     thoughts = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
     calls: dict[int, dict[str, str]] = {}
@@ -214,7 +214,7 @@ def build_message(deltas: Sequence[Delta]) -> dict[str, object]:
 
 
 def describe_delta(delta: Delta) -> dict[str, object]:
-    """Return the ``delta`` of a chunk."""
+    """Convert a parsed delta to the object ``delta`` of a stream chunk."""
     match delta.kind:
         case "content":
             return {"content": delta.text}
@@ -228,7 +228,7 @@ def describe_delta(delta: Delta) -> dict[str, object]:
 
 
 def build_chat_routes() -> list[Route]:
-    """Return the routes of this module; llama-server serves them with and without ``/v1``."""
+    """Return the routes of the chat endpoints; llama-server has them with and without ``/v1``."""
     routes = []
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/chat/completions", create_chat_completion, methods=["POST"]))

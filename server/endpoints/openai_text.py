@@ -25,11 +25,11 @@ from .chat import check_choice_count
 from .logprobs import describe_old_logprobs
 
 NORMALISED = 2
-"""The value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors as they are."""
+"""Value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors unchanged."""
 
 
 async def create_completion(request: Request) -> Response:
-    """Continue one text or several, as one JSON object or as a stream."""
+    """Handle ``POST /v1/completions``: continue one text or several, as one JSON object or as a stream."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, TextBody)
@@ -53,7 +53,7 @@ async def create_completion(request: Request) -> Response:
 
 
 class TextAnswer:
-    """The continuations of texts in the form of OpenAI."""
+    """The formatter of text completions in the format of OpenAI, for streams and complete answers."""
 
     ping = PING
 
@@ -78,7 +78,7 @@ class TextAnswer:
         }
 
     def build_completion(self, results: Sequence[tuple[str, tuple[TokenEvent, ...], Finish]]) -> dict[str, object]:
-        """Return the object of complete texts."""
+        """Build the JSON object of complete texts."""
         choices = []
         for i, (text, tokens, finish) in enumerate(results):
             self._finishes[i] = finish
@@ -88,17 +88,17 @@ class TextAnswer:
         return {**self._frame, "choices": choices, "usage": self._describe_usage(), "timings": timings}
 
     def format_updates(self, updates: Sequence[Update]) -> bytes:
-        """Return the chunks for updates."""
+        """Format updates as chunks of a text completion (server-sent events)."""
         return b"".join(map(self._format_update, updates))
 
     def format_end(self) -> bytes:
-        """Return the chunk with the usage, if it was asked for, and the mark of the end."""
+        """Return the chunk with the token usage, if requested, and the end marker ``[DONE]``."""
         if not self._body.stream_options.include_usage:
             return DONE
         return format_event({**self._frame, "choices": [], "usage": self._describe_usage()}) + DONE
 
     def format_error(self, error: ApiError) -> bytes:
-        """Return the event of an error."""
+        """Format an error as the server-sent event that ends the stream."""
         return format_event(error.as_openai())
 
     def _format_update(self, update: Update) -> bytes:
@@ -146,7 +146,7 @@ class TextAnswer:
 
 
 async def create_embeddings(request: Request) -> Response:
-    """Return the vectors of texts, in the form of OpenAI."""
+    """Handle ``POST /v1/embeddings``: return the embeddings of texts, in the format of OpenAI."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
@@ -168,7 +168,7 @@ async def create_embeddings(request: Request) -> Response:
 
 
 async def create_native_embeddings(request: Request) -> Response:
-    """Return the vectors of texts, in the form of llama-server."""
+    """Handle ``POST /embeddings``: return the embeddings of texts, in the format of llama-server."""
     state = state_of(request)
     state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
@@ -178,7 +178,7 @@ async def create_native_embeddings(request: Request) -> Response:
 
 
 async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
-    """Return a vector for each text, and the number of all tokens."""
+    """Return the embedding of each text in the body, and the total token count."""
     state.builder.check_model(body.model)
     content = body.content if body.input is None else body.input
     if content is None:
@@ -197,12 +197,12 @@ async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[
 
 
 async def list_models(request: Request) -> Response:
-    """Return the served model."""
+    """Handle ``GET /v1/models``: return a list of the one served model."""
     return JsonResponse({"object": "list", "data": [_describe_model(state_of(request))]})
 
 
 async def show_model(request: Request) -> Response:
-    """Return the served model under one of its names."""
+    """Handle ``GET /v1/models/NAME``: return the served model, if it has this name or alias."""
     state = state_of(request)
     if (name := request.path_params["name"]) not in (state.service.model_name, *state.options.aliases):
         raise ApiError(404, f"there is no model {name!a:.80}")
@@ -221,7 +221,7 @@ def _describe_model(state: ServingState) -> dict[str, object]:
 
 
 def build_text_routes() -> list[Route]:
-    """Return the routes of this module."""
+    """Return the routes of the OpenAI endpoints for completions, embeddings and models."""
     routes = [Route("/v1/completions", create_completion, methods=["POST"])]
     routes.append(Route("/v1/embeddings", create_embeddings, methods=["POST"]))
     for path in ("/embeddings", "/embedding"):

@@ -2,7 +2,8 @@
 
 Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
 and a bad distance costs up to half of the speed. Several rows of activations need a distance of their own: hardware
-prefetch is early enough for one row, and too late for four rows. `tuning.prefetch_tuning` measures the distances at first use.
+prefetch is early enough for one row, and too late for four rows. `tuning.prefetch_tuning` measures the distances at
+first use.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ READ_PATTERNS = (
     {"streams": 8, "together": 0, "l1_ahead": 0, "l2_ahead": 0},
     {"streams": 8, "together": 0, "l1_ahead": 2048, "l2_ahead": 8192},
 )
-"""Patterns of kernels that only read memory, as words of `peak_probes.READ_ARGS`; processors differ in the best pattern."""
+"""Patterns of kernels that only read memory, as words of `peak_probes.READ_ARGS`; no pattern is best everywhere."""
 ROW_BYTES = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
 """Bytes of a row of 1,024 weights of Q8_0."""
 MULTIPLY_TURNS = 1_000_000

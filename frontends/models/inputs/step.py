@@ -1,4 +1,4 @@
-"""The fixed shape of a run, and the arrays that fill it: a graph is built for a `Step` and run with batches.
+"""The fixed shape of a run (`Step`), and the input arrays that a batch fills.
 
 All values that change between runs (tokens, positions, cache rows, lengths, output rows) are inputs of fixed shape. One
 plan per `Step` therefore serves every batch that fits; shorter sequences are padded.
@@ -18,22 +18,22 @@ from ....graph.validation import format_value
 from ...errors import ModelError
 
 MAX_CACHE_ROW = 2**31 - 1
-"""The largest number of a cache row, which is an i32."""
+"""Largest index of a cache row, which is an i32."""
 CACHE_ROW_MULTIPLE = 32
-"""The rows of a sequence in a cache are a multiple of this number.
+"""The number of cache rows of a sequence is a multiple of this number.
 
-Each sequence then begins at a multiple of 64 bytes, since a row of any dtype has an even number of bytes.
+Each sequence then begins at a multiple of 64 bytes, because a row of any dtype has an even number of bytes.
 """
 
 
 def count_cache_rows(cells: int) -> int:
-    """Return the rows of a sequence in a cache of `cells` cells: the cells, and at least one spare row for padding."""
+    """Return the cache rows of a sequence with `cells` cells: at least one spare row for padding, and alignment."""
     return -(-(cells + 1) // CACHE_ROW_MULTIPLE) * CACHE_ROW_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The shape of a run: all that a plan depends on, and the key of the plan.
+    """The fixed shape of a run: all that a plan depends on, and the key of the plan.
 
     ``sequences`` (B) run together, each with up to ``tokens`` new tokens (T). Attention reads the first ``cells`` cache
     cells of the ``context`` cells of each sequence. The run returns ``outputs`` rows. If no run of a session adds more
@@ -78,13 +78,13 @@ class Step:
             )
 
     def ring_cells(self, window: int) -> int:
-        """Return the cells per sequence of a ring cache for a window in tokens; 0 without a ring cache."""
+        """Return the cells per sequence of the ring cache for a window of `window` tokens; 0 without a ring cache."""
         cells = window + self.max_new_tokens
         return cells if window and self.max_new_tokens and cells < self.context else 0
 
     @property
     def row_count(self) -> int:
-        """Tokens of all sequences, padding included."""
+        """The token count of all sequences, padding included: ``sequences * tokens``."""
         return self.sequences * self.tokens
 
 
@@ -94,8 +94,8 @@ class Batch:
 
     ``output_positions`` lists the output rows as (sequence, index of the new token), in this order. `None` means the
     last new token of each sequence, so that row i belongs to sequence i; an idle sequence then has a row without
-    meaning. ``history_tokens`` holds per sequence its earlier tokens, or the last `Model.history_token_count` of them.
-    ``draft_inputs`` f32[B, `Model.draft_columns`] holds the rows that MTP blocks read with the next token.
+    meaning. ``history_tokens`` has the earlier tokens of each sequence, or the last `Model.history_token_count` tokens.
+    ``draft_inputs`` f32[B, `Model.draft_columns`] has the rows that MTP blocks read with the next token.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -107,9 +107,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RingCache:
-    """The ring cache of layers with a window: its input ``ring_slot.W`` i32[B*T] has the row that each token writes.
+    """The input of a ring cache for layers with an attention window: the cache row that each token writes.
 
-    Padding writes the first spare row of its sequence.
+    The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its sequence.
     """
 
     window: int
@@ -119,7 +119,7 @@ class RingCache:
         return f"ring_slot.{self.window}"
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """Return the input, or nothing if each token has a cell of its own."""
+        """Build the input array of a batch, or nothing if the step has no ring cache for this window."""
         if not (cells := step.ring_cells(self.window)):
             return {}
         rows, slot = count_cache_rows(cells), list[int]()
@@ -130,7 +130,7 @@ class RingCache:
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the input arrays of the graph for a step, by name.
+    """Build the input arrays of the graph for a step from a batch, by input name.
 
     - ``tokens`` i32[B*T].
     - ``pos`` i32[B, T]: positions, 0 for padding.
@@ -200,14 +200,14 @@ def _require_fit(step: Step, batch: Batch) -> None:
 
 @lru_cache(maxsize=64)
 def _build_count_inputs(
-    step: Step, counts: tuple[int, ...], taps: int, last_only: bool
+    step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
-    """Return the read-only inputs that depend on the counts of new tokens only; they repeat from token to token."""
+    """Build the read-only inputs that depend only on the counts of new tokens; they repeat from token to token."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if last_only:
-        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
+        arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(new_token_counts)])
     if taps:
-        column = np.array(counts, np.int32)[:, None]
+        column = np.array(new_token_counts, np.int32)[:, None]
         arrays["valid"] = (np.arange(step.tokens) < column).astype(np.float32)[:, :, None]
         arrays["conv_rows"] = column + np.arange(taps - 1, dtype=np.int32)
     for array in arrays.values():
