@@ -108,7 +108,7 @@ TERNARY_FORMATS = (
         make_split_one_scale(18),
         make_load_one_scale(4),
         1,
-        load_codes=make_code_loader((1,), to=1),
+        load_codes=make_code_loader((1,), to_bit=1),
         max_code=2,
     ),
     make_format(DType.Q2_0, (2,), load_q2_0_codes, make_split_one_scale(18), make_load_one_scale(2), 1),

@@ -47,7 +47,7 @@ def build_matmul_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
         out: Results [..., m, n].
     """
     heads = [as_matrix_starts(o) for o in (w, x, out)]
-    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, divides=0))
+    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, tiled=0))
 
 
 def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:
