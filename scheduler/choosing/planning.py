@@ -60,7 +60,7 @@ FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 
 
 class PlanBuilder(ShardedPlanBuilder):
-    """One checked request of `plan_for_group`, and the methods that build plans for it.
+    """One checked request of `plan_for_group`, and the methods that build plans for it in each split mode.
 
     The methods `build_...` without arguments are the split modes.
     """
@@ -72,7 +72,7 @@ class PlanBuilder(ShardedPlanBuilder):
         choose_factors: FactorChooser | None,
         host: HostOffload | None,
     ) -> Plan:
-        """Return the unverified plan of the request, with host offload if it does not fit and a host is given.
+        """Build the unverified plan of the request, with host offload if it does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
@@ -96,10 +96,10 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_for_mode(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
     ) -> Plan:
-        """Return the plan of the split mode `mode`, with three exceptions.
+        """Build the plan for a split mode, with three exceptions.
 
-        1. With `earlier_plan`, return a plan with its layout.
-        2. With one device and no placement rules, return the plan of one device.
+        1. With `earlier_plan`, build a plan with its layout.
+        2. With one device and no placement rules, build the plan of one device.
         3. With `choose_factors`, shard the factors that this function of the caller returns.
         """
         if earlier_plan is not None:
@@ -116,7 +116,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return mode(self)
 
     def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
-        """Return the plan over weights and states with the layouts of an earlier plan.
+        """Build the plan with the weight and state layouts of an earlier plan.
 
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
@@ -160,7 +160,7 @@ class PlanBuilder(ShardedPlanBuilder):
                 return plan
 
     def build_on_first_device(self) -> Plan:
-        """Return the plan on the first device; only nodes that must run elsewhere use other devices.
+        """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
         Devices without work are left out.
         """
@@ -175,7 +175,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_pinned(base, trim=True)
 
     def build_unsharded(self, *reasons: str) -> Plan:
-        """Return the plan of one device, without factors, which take most of the time for a large graph.
+        """Build the plan for a single device, without the search for factors, which takes long for a large graph.
 
         Args:
             reasons: The reasons of the plan, as text for `explain`.
@@ -204,7 +204,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._assemble_plan(self._require_supported(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
-        """Return the layer split by the tensor split or by device memory.
+        """Build the layer split: each device gets consecutive layers, by the tensor split or by its memory.
 
         With a workload, equal memories and no tensor split, the stages are balanced for this workload.
         """
@@ -218,7 +218,7 @@ class PlanBuilder(ShardedPlanBuilder):
     def _build_layers_by_shares(
         self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
     ) -> Plan:
-        """Return the layer split with these proportions of the weights and states.
+        """Build the layer split with these proportions of the weights and states.
 
         Args:
             proportions: The proportion of each device.
@@ -233,12 +233,12 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
     def build_branches(self, schedule: BranchSchedule) -> Plan:
-        """Return the plan of independent branches on different devices."""
+        """Build the plan of a branch schedule, which runs independent branches of the graph on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._build_pinned(pins, trim=True, order=schedule.order)
 
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
-        """Return a layer split with the host as one more device for leaves that do not fit.
+        """Build a layer split with the host as one more device for leaves that do not fit.
 
         With `uses_single_device` only the first device and the host have work. Returns None if the host is already in
         the group.
@@ -274,7 +274,7 @@ class PlanBuilder(ShardedPlanBuilder):
         trim: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan in which each node runs on the device of its pin; user pins take precedence.
+        """Build the plan in which each node runs on the device of its pin; user pins take precedence.
 
         Args:
             base_pins: A pin for each node.
@@ -305,15 +305,20 @@ class PlanBuilder(ShardedPlanBuilder):
         return few._assemble_plan(placed, frozenset(), (), where)
 
     def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
-        """Return the plan in which these factors are sharded where possible; `reason` is shown by `explain`."""
+        """Build the plan in which the chosen factors are sharded where possible.
+
+        Args:
+            chosen_factors: The factors (shardable indices of the graph) to shard.
+            reason: The reason of the choice, which `explain` shows.
+        """
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Return the plan with tensor parallelism wherever kernels get shorter."""
+        """Build the plan with tensor parallelism wherever kernels get shorter."""
         return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
-        """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
+        """Build the hybrid split: layers over device groups, with tensor parallelism inside each group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_with_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
@@ -327,7 +332,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
     def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
-        """Return the hybrid split over these device groups.
+        """Build the hybrid split over these device groups: one pipeline stage for each group.
 
         Args:
             groups: The devices of each pipeline stage.
@@ -359,7 +364,15 @@ class PlanBuilder(ShardedPlanBuilder):
         reasons: tuple[str, ...],
         earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Return the plan of a graph in pipeline stages, each sharded within its device group."""
+        """Build the plan of a graph in pipeline stages, each sharded within its device group.
+
+        Args:
+            stage_by_node: The stage of each node.
+            groups: The devices of each stage.
+            sharded_factors: The factors to shard.
+            reasons: The reasons of the plan, as text for `explain`.
+            earlier_layouts: Layouts of weights and states from an earlier plan.
+        """
 
         def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
             return partition_hybrid(
@@ -406,7 +419,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_over_layout_of(self, plan: Plan, graph: Graph) -> Plan:
-        """Return the unverified plan of `graph` over the weights and states of `plan`."""
+        """Build the unverified plan of another graph with the weight and state layouts of `plan`."""
         if graph is self.graph:
             return plan
         return PlanBuilder(

@@ -155,7 +155,7 @@ class _GraphSearch:
     def _grow_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors to `unsharded` greedily, one after another while that pays; note the steps in `notes`."""
+        """Add groups of factors to `unsharded` greedily, one after another while that pays; note each in `notes`."""
         current = unsharded
         while tried := self._score_extensions(costs, self.factor_groups, current):
             saving_ratios = {
