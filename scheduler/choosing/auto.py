@@ -219,7 +219,7 @@ def choose_best_plan(
         ),
     ]
     notes += (
-        [f"left aside: {len(others) - len(listed_candidates)} ways like these"]
+        [f"left aside: {len(others) - len(listed_candidates)} similar candidates"]
         if len(others) > len(listed_candidates)
         else []
     )

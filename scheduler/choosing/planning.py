@@ -132,7 +132,7 @@ class PlanBuilder(ShardedPlanBuilder):
         stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placement_from_layouts(self.graph, earlier_plan.leaves)
-            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
+            base = {n: Pin(d, "its weights or its operands are on this device") for n, d in where.items()}
             return self._build_pinned(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
             )

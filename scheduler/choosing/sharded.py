@@ -134,7 +134,7 @@ class ShardedPlanBuilder:
 
         def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
             cuts = list_factor_positions(self.graph, self.factors, choice.factors, sharded.leaves)
-            note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
+            note = ("the factor search ignored nodes that are pinned to one device",) if where and cuts else ()
             return self._assemble_plan(
                 sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
             )

@@ -159,7 +159,7 @@ def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pi
     for node in graph.nodes:
         for leaf in filter(None, map(find_stored_leaf, node.inputs)):
             if (home := fixed_layouts.get(leaf.results[0])) is not None:
-                pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
+                pins.setdefault(node, Pin(home.devices[0], "its weights or states are on this device"))
     return Pins(pins, fixed_layouts)
 
 
@@ -260,7 +260,9 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
             s.node in ends for s in computed_operands
         )
         if len(homes) == 1 and None not in homes and alone:
-            found[node] = Pin(found[computed_operands[0].node].device, "it alone reads what is made there")
+            found[node] = Pin(
+                found[computed_operands[0].node].device, "only this node reads its operands, which this device computes"
+            )
     return found
 
 
