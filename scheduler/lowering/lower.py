@@ -191,7 +191,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
 
     def build_program(self) -> Program:
-        """Build the program: an instruction for each node, saves of states before overwrites, and final state copies."""
+        """Build the program: an instruction for each node, state saves before overwrites, and final state copies."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):

@@ -334,8 +334,7 @@ class LayoutPropagation:
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
         """Choose the operand layouts and the result layout of a lookup in a table with sharded rows (rule 4).
 
-        Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
-        that it counts once.
+        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
         """
         table, ids, joint = find_indexed_operand(node)
         self.assignment.index_operands[node] = ids
@@ -367,7 +366,6 @@ class LayoutPropagation:
         """Choose the operand layouts and the result layout of a node that no factor shards (rules 5 and 7).
 
         Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
-        Otherwise all operands are whole.
         """
         layouts, named = self.assignment.produced_layouts, list_operands(node)
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._exists_in_layout(s, REPLICATE)}

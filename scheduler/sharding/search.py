@@ -2,8 +2,8 @@
 
 A factor is an index of the graph that a plan can shard, such as the KV heads.
 
-1. Group the factors of repeated layers by their use (`group_factors`); names are not used. So the time of the search
-   grows with the number of different subgraphs, not with the number of layers.
+1. Group the factors of repeated layers by their use, without names (`group_factors`). So the time of the search grows
+   with the number of different subgraphs, not with the number of layers.
 2. From no factor, add the group that saves most compute for each second of collectives, while the total time falls.
 3. Among results of about equal time, take the one with the fewest bytes on each device.
 """

@@ -11,7 +11,7 @@ is an induction over the repetitions. Before each repetition:
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
 - `find_repeated_graph_faults`: the deep graph is the short graph with more repetitions.
-- `find_repetition_faults`: reads, writes and saves of each device's repetitions (`runs`), and equal collectives.
+- `find_repetition_faults`: accesses of each device's repetitions (`runs`), and equal collectives.
 - `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
 """
 

@@ -72,13 +72,14 @@ def infer_result_entries(
 ) -> RestrictedResult | str:
     """Infer the result entries that a device's node computes, in terms of a node of the user's graph.
 
-    If the device's node is no local version of the graph's node, the function returns the reason as text.
-
     Args:
         op: Name of the op.
         graph_node: The node of the user's graph.
         device_node: The device's node.
         operand_entries: Entries of each operand that the device has; None for a missing operand.
+
+    Returns:
+        The result entries; text with the reason if the device's node is no local version of the graph's node.
     """
     declared = REGISTRY[op]
     try:
@@ -224,9 +225,9 @@ def _infer_entries_by_signature(
 def _find_local_table_rows(
     signature: Signature, graph_node: OpInstance, device_node: OpInstance, dimensions: _DimensionIndices
 ) -> TableRows | None:
-    """Find the rows of a lookup table that the device has; None if it has all rows, or if the op has no table.
+    """Find the rows of a lookup table that the device has, which its attributes `first` and `total` must state.
 
-    The entries of the table must be the rows that the device's attributes `first` and `total` state.
+    None means that the device has all rows, or that the op has no table.
     """
     if signature.indexed_dimension is None:
         return None
@@ -425,10 +426,9 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Combine the entries that axis links give to the entries of one result axis.
+    """Combine the entries that axis links give (local start, is a part, entries) to the entries of one result axis.
 
-    Each linked part is its local start, whether it is a part of the axis, and its entries. A view may show any prefix
-    of a broadcast axis.
+    A view may show any prefix of a broadcast axis.
     """
     if not linked_parts:
         if not is_view and local_size != axis_size:
