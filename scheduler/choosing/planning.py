@@ -172,7 +172,7 @@ class PlanBuilder(ShardedPlanBuilder):
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
         }
-        return self._build_pinned(base, trim=True)
+        return self._build_pinned(base, omits_idle_devices=True)
 
     def build_unsharded(self, *reasons: str) -> Plan:
         """Build the plan for a single device, without the search for factors, which takes long for a large graph.
@@ -216,13 +216,13 @@ class PlanBuilder(ShardedPlanBuilder):
         )
 
     def _build_layers_by_shares(
-        self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
+        self, proportions: Sequence[float], *, omits_idle_devices: bool = False, last_device_reason: str = ""
     ) -> Plan:
         """Build the layer split with these proportions of the weights and states.
 
         Args:
             proportions: The proportion of each device.
-            trim: Whether devices without work are left out.
+            omits_idle_devices: Whether devices without work are left out.
             last_device_reason: The reason that `explain` gives for the nodes of the last device.
         """
         where = split_layers(self.graph, proportions, self.user_pins)
@@ -230,12 +230,14 @@ class PlanBuilder(ShardedPlanBuilder):
             f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
         ]
         because[-1] = last_device_reason or because[-1]
-        return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
+        return self._build_pinned(
+            {n: Pin(d, because[d]) for n, d in where.items()}, omits_idle_devices=omits_idle_devices
+        )
 
     def build_branches(self, schedule: BranchSchedule) -> Plan:
         """Build the plan of a branch schedule, which runs independent branches of the graph on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
-        return self._build_pinned(pins, trim=True, order=schedule.order)
+        return self._build_pinned(pins, omits_idle_devices=True, order=schedule.order)
 
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Build a layer split with the host as one more device for leaves that do not fit.
@@ -255,10 +257,12 @@ class PlanBuilder(ShardedPlanBuilder):
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            plan = wider._build_layers_by_shares([*rest, share], trim=uses_single_device, last_device_reason=why)
+            plan = wider._build_layers_by_shares(
+                [*rest, share], omits_idle_devices=uses_single_device, last_device_reason=why
+            )
             return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
-        first = self._build_layers_by_shares(shares, trim=uses_single_device)
+        first = self._build_layers_by_shares(shares, omits_idle_devices=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
             choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
@@ -271,7 +275,7 @@ class PlanBuilder(ShardedPlanBuilder):
         base_pins: Mapping[Node, Pin],
         fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
-        trim: bool = False,
+        omits_idle_devices: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
         """Build the plan in which each node runs on the device of its pin; user pins take precedence.
@@ -279,7 +283,7 @@ class PlanBuilder(ShardedPlanBuilder):
         Args:
             base_pins: A pin for each node.
             fixed_values: Weights and states with a device from an earlier plan.
-            trim: Whether devices without work are left out.
+            omits_idle_devices: Whether devices without work are left out.
             order: The nodes that compute, in order.
         """
 
@@ -289,7 +293,7 @@ class PlanBuilder(ShardedPlanBuilder):
             return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
         where, sharded = self._pin_until_supported(self.user_pins, build)
-        if not trim:
+        if not omits_idle_devices:
             return self._assemble_plan(sharded, frozenset(), (), where)
         named_devices = {device for _, device in self.placement_rules}
         used = sorted(

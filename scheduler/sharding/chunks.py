@@ -180,14 +180,14 @@ class _TokenRanges:
         ]
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
-    def count_tokens(self, *, is_share: bool, chunk_number: int | None = None) -> int:
+    def count_tokens(self, *, is_sharded: bool, chunk_number: int | None = None) -> int:
         """Count the tokens of one chunk or of all chunks.
 
         Args:
-            is_share: Whether to count only the tokens of this device.
+            is_sharded: Whether to count only the tokens of this device.
             chunk_number: The number of the chunk; None for all tokens.
         """
-        if is_share:
+        if is_sharded:
             return sum(
                 n
                 for _, n in (
@@ -272,14 +272,14 @@ class _ChunkedGraph:
             for v, own in pairs
             if v is not None and own is not None and self.token_factor in self.factors.factors_of(v)
         }
-        is_share = any(own in self.sharded_values for own in having)
-        if any((source in self.sharded_values) != is_share for source in node.inputs if source in having):
+        is_sharded = any(own in self.sharded_values for own in having)
+        if any((source in self.sharded_values) != is_sharded for source in node.inputs if source in having):
             return False
-        axes = {own: self._find_token_axis(v, own, is_share) for own, v in having.items()}
+        axes = {own: self._find_token_axis(v, own, is_sharded) for own, v in having.items()}
         if None in axes.values() or not axes.keys() >= {*node.results}:
             return False
         self.token_axes |= {own: axis for own, axis in axes.items() if axis is not None}
-        self.sharded_values |= {*node.results} if is_share else set()
+        self.sharded_values |= {*node.results} if is_sharded else set()
         return True
 
     def _is_token_conversion(self, node: Node, token_value: Value) -> bool:
@@ -287,34 +287,34 @@ class _ChunkedGraph:
 
         The conversion sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
         """
-        axis, is_share = self.token_axes[token_value], token_value in self.sharded_values
+        axis, is_sharded = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
         local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
             "slice": (axis, local_range) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
         }
-        gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
-        if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):
+        gathers = node.op == "all_gather" and is_sharded and axis == node.attrs["axis"]
+        if gathers or node.op in ("all_reduce", "fill") or (not is_sharded and deals.get(node.op)):
             self.token_axes[node.results[0]] = axis
-            if node.op in deals or (is_share and not gathers):
+            if node.op in deals or (is_sharded and not gathers):
                 self.sharded_values.add(node.results[0])
             return True
         return False
 
-    def _find_token_axis(self, value: Value, local_value: Value, is_share: bool) -> int | None:
+    def _find_token_axis(self, value: Value, local_value: Value, is_sharded: bool) -> int | None:
         """Find the number of the axis of `local_value` that has the tokens and nothing else; None without such an axis.
 
         Args:
             value: The value of the unsharded graph.
             local_value: The value on the device.
-            is_share: Whether the device has only its shard of the tokens.
+            is_sharded: Whether the device has only its shard of the tokens.
         """
         axes = self.factors.axes_of(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.token_factor]]), None)
         return (
             at
-            if at is not None and local_value.shape[at] == self.token_ranges.count_tokens(is_share=is_share)
+            if at is not None and local_value.shape[at] == self.token_ranges.count_tokens(is_sharded=is_sharded)
             else None
         )
 
@@ -369,7 +369,7 @@ class _ChunkedGraph:
             start, size = next(iter(runs[self.token_ranges.device]), (0, 0))
             return {"start": start, "stop": start + size}
         localise, axis = op_of(node).localise, self.token_axes[result]
-        size = self.token_ranges.count_tokens(is_share=result in self.sharded_values, chunk_number=chunk_number)
+        size = self.token_ranges.count_tokens(is_sharded=result in self.sharded_values, chunk_number=chunk_number)
         shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 

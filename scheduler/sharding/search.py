@@ -266,7 +266,13 @@ def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> flo
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Explain in a phrase why one set of factors was preferred to another."""
+    """Explain in a phrase why `chosen` was preferred to `other`.
+
+    Args:
+        chosen: The chosen set of factors.
+        other: Another set of factors.
+        has_best_ratio: Whether `chosen` saves most seconds for each second of collectives.
+    """
     if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total

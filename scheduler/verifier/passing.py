@@ -23,7 +23,7 @@ def propagate_partial_sum(
     op: str,
     graph_node: OpInstance,
     operand_sums: Sequence[OptionalPartialSum],
-    restricted_result: RestrictedResult,
+    inferred_entries: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
     """Propagate the partial sums of a node's operands to the results; return None if the results are complete.
@@ -38,7 +38,7 @@ def propagate_partial_sum(
         op: Name of the op.
         graph_node: The matching node of the user's graph.
         operand_sums: Partial sum of each operand; None for a complete operand.
-        restricted_result: Entries of the results, their contraction terms, and local table rows.
+        inferred_entries: Entries of the results, their contraction terms, and local table rows.
         operand_numbers: Value number of each operand; None for a missing operand.
 
     Raises:
@@ -46,11 +46,11 @@ def propagate_partial_sum(
     """
     declared = REGISTRY[op]
     sums_by_operand = {n: o for n, o in zip(declared.operand_names, operand_sums, strict=False) if o is not None}
-    if restricted_result.table_rows is not None:
-        return _infer_lookup_sum(declared, graph_node, sums_by_operand, restricted_result, operand_numbers)
+    if inferred_entries.table_rows is not None:
+        return _infer_lookup_sum(declared, graph_node, sums_by_operand, inferred_entries, operand_numbers)
     if not sums_by_operand:
-        return restricted_result.partial_sum
-    if restricted_result.partial_sum is not None:
+        return inferred_entries.partial_sum
+    if inferred_entries.partial_sum is not None:
         raise ValueError(
             f"operands {', '.join(sorted(sums_by_operand))} are partial sums that no all-reduce "
             "completes, and the node sums over shards itself"
@@ -71,10 +71,16 @@ def propagate_partial_sum(
     )
 
 
-def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str) -> list[str]:
-    """List the operands of a joint, such as ``a+b``, that the node has, in operand order."""
+def _list_present_operands(declared: Op[Any], graph_node: OpInstance, linear_operands: str) -> list[str]:
+    """List the operands that the node has of linear operands such as ``a+b``, in operand order.
+
+    Args:
+        declared: The op of the node.
+        graph_node: The node.
+        linear_operands: Names of operands in which the op is linear together, joined by ``+``.
+    """
     here = [n for n, s in zip(declared.operand_names, graph_node.src, strict=False) if s is not None]
-    return [n for n in here if n in joint.split("+")]
+    return [n for n in here if n in linear_operands.split("+")]
 
 
 def _propagate_routing(
@@ -125,7 +131,7 @@ def _infer_lookup_sum(
     declared: Op[Any],
     graph_node: OpInstance,
     sums_by_operand: Mapping[str, OptionalPartialSum],
-    restricted_result: RestrictedResult,
+    inferred_entries: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
     """Infer the partial sum of a table lookup on a device that has only some rows of the table.
@@ -136,9 +142,9 @@ def _infer_lookup_sum(
     Raises:
         ValueError: The node also sums over shards, or an operand is a partial sum that must be complete.
     """
-    rows = restricted_result.table_rows
+    rows = inferred_entries.table_rows
     assert rows is not None
-    if restricted_result.partial_sum is not None:
+    if inferred_entries.partial_sum is not None:
         raise ValueError(f"the node sums over shards, and the device has only some rows of {rows.table_operand}")
     at = declared.operand_names.index(rows.index_operand)
     number, numbers = operand_numbers[at], graph_node.src[at]

@@ -286,22 +286,22 @@ class ValueTrace:
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            restricted_result = infer_result_entries(op, user, instance, axes)
-            if isinstance(restricted_result, str):
-                reasons.append(restricted_result)
+            inferred_entries = infer_result_entries(op, user, instance, axes)
+            if isinstance(inferred_entries, str):
+                reasons.append(inferred_entries)
                 continue
             try:
                 operand_sums = [None if o is None else o.partial_sum for o in operand_facts]
-                result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
+                result_sum = propagate_partial_sum(op, user, operand_sums, inferred_entries, key[1])
             except ValueError as why:
                 reasons.append(str(why))
                 continue
             for partial_sum in (
-                (EMPTY_SUM, result_sum) if restricted_result.is_empty_sum and result_sum is None else (result_sum,)
+                (EMPTY_SUM, result_sum) if inferred_entries.is_empty_sum and result_sum is None else (result_sum,)
             ):
                 yield [
                     Fact(number, tuple(i for i, _ in result), partial_sum)
-                    for number, result in zip(numbers, restricted_result.axes, strict=True)
+                    for number, result in zip(numbers, inferred_entries.axes, strict=True)
                 ]
 
     # ------------------------------------------------------------------------ all devices of one collective group

@@ -127,9 +127,9 @@ class ValueNumbering:
             None if s is None or number is None else self.attach_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
         )
-        restricted_result = infer_result_entries(op, instance, instance, axes)
-        if isinstance(restricted_result, RestrictedResult):
-            return [tuple(digits for _, digits in result) for result in restricted_result.axes]
+        inferred_entries = infer_result_entries(op, instance, instance, axes)
+        if isinstance(inferred_entries, RestrictedResult):
+            return [tuple(digits for _, digits in result) for result in inferred_entries.axes]
         return [((),) * len(r.shape) for r in instance.results]
 
     def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
