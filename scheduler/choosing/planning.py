@@ -330,7 +330,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
     @property
     def devices_per_machine(self) -> int:
-        """The device count of each machine; 0 if one machine has all devices or the count is unknown."""
+        """The number of devices in each machine; 0 if one machine has all devices or the number is unknown."""
         ranks = [device.rank for _, device in self.group]
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)

@@ -324,7 +324,7 @@ def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignme
 
 
 def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
-    """Return whether a device can execute the repetitions of its instructions in any order.
+    """Return whether a device can execute the repetitions of its instructions in any order, as unrolling requires.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
@@ -362,7 +362,7 @@ def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -
 
 
 def _find_memory_owner(value: Value) -> Value:
-    """Find the value that owns the memory of `value`: the source of a view, or else `value` itself."""
+    """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:
         value = node.inputs[0]

@@ -332,7 +332,7 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _infer_stored_spec(self, value: Value) -> Spec:
-        """Return the spec in which the backend stores a value."""
+        """Infer the spec (dtype and shape) in which the backend stores a value."""
         if (spec := self.stored_specs.get(value)) is None:
             spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
         return spec

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 class Factor:
     """A shardable index of the graph with `size` values, which may occur in several axes, such as the attention heads.
 
-    This is a union-find structure; compare factors by their `root`. A factor that was merged into another one has it
-    in `up`. A factor that was split into a product has `parts`, and a factor that was split into a concatenation has
+    This is a union-find structure; compare factors by their root. A factor that was merged into another one has it in
+    `up`. A factor that was split into a product has `parts`, and a factor that was split into a concatenation has
     `segments`.
     """
 
@@ -42,7 +42,7 @@ class Factor:
         self.segments: tuple[Factor, Factor] | None = None  # of a concatenation
 
     def root(self) -> Factor:
-        """Find the root of the union-find tree: the factor into which this factor was merged, or the factor itself."""
+        """Find the root in the union-find tree: the factor into which this factor was merged, or the factor itself."""
         factor = self
         while factor.up is not None:
             factor = factor.up

@@ -395,6 +395,6 @@ class _ChunkedGraph:
 
 
 def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
-    """Return (offset, length) of a slice if both bounds are numbers, or None."""
+    """Find the range (offset, length) of a slice from its attributes; None if a bound is not a number."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -364,7 +364,7 @@ class _DeviceEmitter:
         return self._find_or_convert_value(self.layouts.intern_value_form(value, REPLICATE))
 
     def _convert_to_layout(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Emit the conversion of a value to a layout in which the device does not have it yet."""
+        """Emit the conversion of a value to a layout in which the device does not have the value yet."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)

@@ -103,7 +103,7 @@ def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParti
 
 
 def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
-    """Return the numbers of the sender and of the receiver of a message."""
+    """List the device numbers of the sender and of the receiver of a message."""
     if message.op == "send":
         return message.device, as_integer(message.attributes["to"])
     return as_integer(message.attributes["source"]), message.device

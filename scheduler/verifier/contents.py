@@ -187,7 +187,7 @@ def _compute_view_geometry(
 
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
-    """Return the dtype in which a backend stores a value that is not a view."""
+    """Find the dtype in which a backend stores a value that is not a view."""
     return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
@@ -215,14 +215,14 @@ def format_content(content: object) -> str:
 
 
 def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return (buffer number, first byte, end byte) of all bytes that a tensor's strides can reach."""
+    """Compute the byte extent (buffer number, first byte, end byte) of all bytes that a tensor's strides reach."""
     reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Return the number of bytes from the first element to the end of the last element that the strides can reach."""
+    """Compute the bytes that strides can reach, from the first element to the end of the last element."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))

@@ -55,7 +55,7 @@ def make_full_index(size: int) -> IndexRanges:
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries that an index lists."""
+    """Count the entries of an index."""
     return sum(n for _, n in index)
 
 
@@ -125,7 +125,7 @@ def has_each_entry_once(index: IndexRanges, size: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index lists an entry more than once."""
+    """Return whether an index has duplicates: entries that it lists more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 

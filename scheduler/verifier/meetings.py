@@ -19,7 +19,7 @@ from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One collective instruction of a device: its op, sequence number, attributes, and operand and result specs."""
+    """A call of a collective by a device: op, sequence number, attributes, and operand and result specs."""
 
     device: int
     op: str
@@ -47,12 +47,12 @@ def make_transfer_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
 
 
 def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]:
-    """Return the collective calls of one device, in program order."""
+    """List the collective calls of one device, in program order."""
     return [_make_collective_call(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
 def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
-    """Return a collective instruction as a call, with the specs of its operands and results."""
+    """Make the call of a collective instruction, with the specs of its operands and results."""
     number = instruction.attrs["sequence"]
     assert isinstance(number, int)
     shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))

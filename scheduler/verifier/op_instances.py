@@ -37,7 +37,7 @@ class OpInstance:
 
     @property
     def attrs_by_name(self) -> Attrs:
-        """The attributes as a dictionary."""
+        """The attributes as a dictionary by name."""
         return dict(self.attrs)
 
 

@@ -47,7 +47,7 @@ from .value_numbering import ValueNumbering
 
 
 def verify_plan(plan: Plan) -> None:
-    """Raise `PlanError` with the first fault of `plan`; return if it has none."""
+    """Verify that a plan computes the user's graph; raise `PlanError` with the first fault."""
     for why in find_plan_faults(plan):
         raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
 

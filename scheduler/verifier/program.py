@@ -34,7 +34,7 @@ LEAF_OPS = ("weight", "state", "constant")
 
 
 def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
-    """Raise `PlanError` with the first fault of a program; return if it has none.
+    """Verify that a program computes its graph; raise `PlanError` with the first fault.
 
     Args:
         graph: The graph that the program must run.
@@ -96,7 +96,7 @@ class _ProgramCheck:
         self.executed_work: set[object] = set()
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the program, in the order of its instructions."""
+        """Find all faults of the program, in the order of its instructions."""
         yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:

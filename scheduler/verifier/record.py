@@ -94,7 +94,7 @@ def find_leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
-    """Return whether a device has the whole value of a leaf with this layout."""
+    """Return whether a device has the whole value, all entries of all axes, under this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 

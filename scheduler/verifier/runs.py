@@ -220,7 +220,7 @@ class _RepetitionCheck:
                 )
 
     def _find_memory_owner(self, value: Value) -> Value:
-        """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
+        """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
         return self.views.resolve_view(value).base
 
     def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:

@@ -87,7 +87,7 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
 
 
 def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """Yield the nodes of all saves and restores of a correct program; they are not in its graph."""
+    """List the nodes that save and restore states in a correct program; they are not in its graph."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
