@@ -131,7 +131,7 @@ class _ShortSharding:
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
-        """The index ranges of the short graph's sharded factors on each device."""
+        """The index ranges that each device has of the short graph's sharded factors."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
@@ -175,11 +175,11 @@ class _ShortSharding:
         return self.sequence_parallel_options.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
-        """Build the short graphs of all devices for an assignment."""
+        """Partition the short graph over all devices, by a sharding assignment."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
-        """Build the plan of the deep graph from the short graphs of all devices.
+        """Build the plan of the deep graph with all layers from the short graphs of all devices.
 
         None if a device does not support a node, or if its repetitions cannot be repeated.
         """
@@ -201,7 +201,7 @@ class _ShortSharding:
         return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
     def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
-        """Build the repeated plan with overlap chunks (parts of the tokens); None if chunks cannot be repeated.
+        """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
         The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
         does the same with the first one, because before it no sum may have been reduce-scattered yet.
@@ -242,7 +242,7 @@ class _ShortSharding:
 
 
 def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
-    """Plan the deep graph by a plan of its short graph; None if that saves too few nodes."""
+    """Plan the deep graph with all layers by a plan of its short graph; None if that saves too few nodes."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
@@ -283,7 +283,7 @@ def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFac
 
 
 def _choose_kind_count(short_sharding: _ShortSharding) -> int:
-    """Choose the number of repetition kinds over which the rounding of shard ranges evens out."""
+    """Choose the number of kinds of repeated layers in the short graph that evens out rounded shard ranges."""
     inner = frozenset(
         sharded_factor
         for sharded_factor in short_sharding.short_sharded_factors
@@ -311,7 +311,7 @@ def _choose_kind_count(short_sharding: _ShortSharding) -> int:
 
 
 def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
-    """Return whether values carried between repetitions have equal layouts before all repetitions and after each."""
+    """Return whether values carried from layer to layer have equal layouts before all layers and after each."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
         [shortened.short_nodes[first + place] for first in firsts]
@@ -324,7 +324,7 @@ def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignme
 
 
 def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
-    """Return whether a device can execute the repetitions of its instructions in any order, as unrolling requires.
+    """Return whether a device can execute its repeated layers (repetitions) in any order, as unrolling requires.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
@@ -353,7 +353,7 @@ def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """List the values that a repetition reads from the one before it, each as the value that owns its memory."""
+    """List the values that a repeated layer reads from the layer before it, each as the value that owns its memory."""
     for node in graph.nodes:
         for source in node.inputs:
             base = _find_memory_owner(source)

@@ -132,7 +132,7 @@ def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) ->
 
 
 def _map_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
-    """Replace the operands of a node by the results that replace the nodes that compute them."""
+    """Return the operands of a node, each replaced by the value that stands for it in `replacements`."""
     return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 

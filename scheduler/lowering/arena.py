@@ -63,7 +63,7 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
 
 
 def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
-    """Assign arena offsets such that repetitions of the program may be executed again, in any order.
+    """Assign arena offsets such that the repeated layers of a program (repetitions) can be executed in any order.
 
     The first and the last repetition are executed once. The arena has three regions, from the bottom:
 

@@ -116,7 +116,7 @@ def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]
 def _split_groups_by_repetition(
     groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
-    """Split groups of nodes into groups of one repetition each, in the order of repetitions.
+    """Split groups of nodes into groups of one repeated layer each, in the order of the layers.
 
     No node reads a result of a later repetition.
     """

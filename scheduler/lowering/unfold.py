@@ -227,7 +227,7 @@ class _Relocation:
 
 
 def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
-    """Count the bytes of the state saves of each kind of repetition; return also the arena offset where saves begin."""
+    """Count the bytes of the state saves of each kind of repeated layer; return also the offset where saves begin."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
@@ -239,7 +239,7 @@ def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tu
 
 
 def find_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Find the kind of repetition to which each instruction of a short program belongs."""
+    """Find the kind of repeated layer to which each instruction of a short program belongs."""
     kinds = shortened.kind_by_node(graph)
     return [
         shortened.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions

@@ -166,7 +166,7 @@ def propagate_until_replicated_weights_known(
 
 
 class LayoutPropagation:
-    """One propagation of layouts through a graph, operands first, by the rules at the head of this module."""
+    """A propagation of layouts through a graph: it chooses node by node how values are distributed over devices."""
 
     def __init__(
         self,

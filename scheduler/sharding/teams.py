@@ -52,7 +52,8 @@ class PipelineStage:
 def split_devices_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
     """Split the devices into groups of equal size; return the device numbers of each group, which are consecutive.
 
-    A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
+    A group has the devices of one machine. If all devices are in one machine, the number of groups is the largest
+    that does not exceed the group size.
 
     Args:
         devices_per_machine: The number of devices of each machine; 0 for a single machine.

@@ -88,7 +88,7 @@ class CarriedValueTrace(ValueTrace):
         self.facts_by_node[device][node] = carried
 
     def _find_incomplete_carried_sums(self) -> Iterator[str]:
-        """Yield the carried partial sums that are incomplete: some term is not on exactly one device."""
+        """Yield carried partial sums that are incomplete: each term must be on exactly one device when a layer ends."""
         for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
@@ -96,11 +96,14 @@ class CarriedValueTrace(ValueTrace):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
     def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
-        """Return why a carried partial sum is not complete over all devices; None if it is.
+        """Check that a partial sum that one repeated layer carries to the next is complete over all devices.
 
         Args:
             value_number: The number of the graph value.
             facts_by_device: The facts of each device about this value; each device must have exactly one.
+
+        Returns:
+            The reason if the sum is incomplete, else None.
         """
         if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
             return "not every device has exactly one partial sum"
@@ -110,7 +113,7 @@ class CarriedValueTrace(ValueTrace):
         return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
-        """Yield carried values that differ between repetitions in graph value, entries or partial sum."""
+        """Yield values that repeated layers carry unequally: with another graph value, entries or partial sum."""
         for device, runs in enumerate(self.device_repetitions):
             known: dict[CarriedKey, object] = {}
             for node, name in runs.carried_key_by_node.items():

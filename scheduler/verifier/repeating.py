@@ -35,7 +35,7 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
-    """Find the shortened graph from which all device plans of a plan are unrolled, or return None.
+    """Find the shortened graph, with few repeated layers, from which all device plans are unrolled; or return None.
 
     With None, the verifier checks each instruction of the plan.
     """
@@ -72,7 +72,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
 
 
 def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield faults of a shortened graph: the plan's deep graph must be the short graph with more repetitions.
+    """Yield faults of a shortened graph: the plan's graph must be the short graph with more repeated layers.
 
     The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
     """
@@ -121,7 +121,7 @@ def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterato
 
 
 def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
-    """Find the repetition of the short graph, called kind, that stands for a repetition of the deep graph."""
+    """Find the repeated layer of the short graph, called kind, that stands for a repetition of the deep graph."""
     return (
         PREAMBLE
         if repetition == PREAMBLE
@@ -227,12 +227,12 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
 
 
 def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield reasons why a device may not execute the repetitions of a proven short plan in any order.
+    """Yield reasons why a device may not execute the repeated layers of a proven short plan in any order.
 
-    Collectives of devices that are in other repetitions than on device 0 are faults too.
+    Collectives that are in other layers than on device 0 are faults too.
 
     Args:
-        short_plan: The proven plan of the short graph.
+        short_plan: The proven plan of the short graph, which has few repeated layers.
         shortened: The shortened graph.
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}

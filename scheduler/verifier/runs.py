@@ -45,7 +45,7 @@ class DeviceRepetitions:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Find the key of a value that is carried to a repetition, or None for other values.
+        """Find the key of a value that one repeated layer carries to the next one, or None for other values.
 
         The key is equal in all repetitions.
 
@@ -63,7 +63,7 @@ class DeviceRepetitions:
         return None if place is None else (place, ending)
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
-        """List the collectives of the device as sorted pairs (sequence number, repetition)."""
+        """List the collectives of the device as sorted pairs (sequence number, repetition), by repeated layer."""
         collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
@@ -107,7 +107,7 @@ class DeviceRepetitions:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_carry_placeholder(self, node: Node) -> bool:
-        """Return whether the first repetition reads this node's value in place of a value of the repetition before."""
+        """Return whether the first repetition reads this node's value in place of a value of a repetition before it."""
         return (
             self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
         )
@@ -116,7 +116,7 @@ class DeviceRepetitions:
 def find_device_repetition_faults(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
-    """Yield all reasons, as text, why the repetitions of a device's program may not follow each other in any order.
+    """Yield all reasons why the repeated layers of a device's program may not follow each other in any order.
 
     Args:
         graph: The device's short graph.
@@ -130,7 +130,7 @@ def find_device_repetition_faults(
 
 
 class _RepetitionCheck:
-    """The check of one device's program: its repetitions must be able to follow each other in any order."""
+    """The check of one device's program: its repeated layers (repetitions) must be executable in any order."""
 
     def __init__(self, repetitions: DeviceRepetitions, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
@@ -151,7 +151,7 @@ class _RepetitionCheck:
                 self.tensor_by_value.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the repetitions in the device's program."""
+        """Yield all faults of the repeated layers in the device's program."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
         yield from self._find_saved_bytes_faults()
@@ -164,11 +164,11 @@ class _RepetitionCheck:
         yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
 
     def _is_inner_kind(self, kind: int) -> bool:
-        """Return whether this kind of instructions is repeated: it is neither before nor after all repetitions."""
+        """Return whether instructions of this kind belong to repeated layers, neither before nor after all of them."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_saved_bytes_faults(self) -> Iterator[str]:
-        """Yield faults of the saved bytes, which must follow each other without gaps at the end of the arena.
+        """Yield faults in the layout of saved bytes: saves of repeated layers must fill the arena's end without gaps.
 
         Other values must not overlap these bytes.
         """
@@ -197,7 +197,7 @@ class _RepetitionCheck:
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
-        """Yield faults of an instruction's leaf accesses: reads of leaves, or writes of states, of another repetition.
+        """Yield faults of an instruction's leaf accesses: reads or writes of leaves of another repeated layer.
 
         Leaves of the part before all repetitions may be read.
         """
@@ -224,7 +224,7 @@ class _RepetitionCheck:
         return self.views.resolve_view(value).base
 
     def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:
-        """Find the byte extents of the values that are carried between repetitions.
+        """Find the byte extents of the values that repeated layers carry from one to the next.
 
         Returns:
             The extent by base value; text with the reason if the extent differs between repetitions.
@@ -250,7 +250,7 @@ class _RepetitionCheck:
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
-        """Find the byte extents of long-lived values: computed before all repetitions and read in them.
+        """Find the byte extents of long-lived values, which are computed before all repeated layers and read in them.
 
         Values that the first repetition reads in place of carried values are not long-lived.
         """
@@ -267,7 +267,7 @@ class _RepetitionCheck:
     def _find_overwrite_faults(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
-        """Yield faults for instructions that overwrite a long-lived value, or their own repetition's carried value.
+        """Yield faults for instructions that overwrite a long-lived value, or a value that their repetition carries.
 
         Args:
             lasting_extents: The byte extent of each long-lived value.
