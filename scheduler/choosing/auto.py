@@ -157,7 +157,7 @@ class Candidate:
 
 
 def score_by_run_time(plan: Plan) -> tuple[float, str]:
-    """Score a plan by the predicted seconds of one run; the second result is the empty phrase."""
+    """Score a plan by the predicted seconds of one run; return the seconds, and an empty phrase."""
     return plan.cost.total, ""
 
 

@@ -18,7 +18,7 @@ NodeSeconds = Callable[[Node], float]
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """A cluster: nodes that stay on one device, and the sum of their seconds.
+    """A cluster: nodes that stay on one device, because separate devices gain nothing, and the sum of their seconds.
 
     `operand_reader_counts` maps each node that the cluster reads from another cluster to the number of its readers
     here.

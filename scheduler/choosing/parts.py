@@ -161,7 +161,7 @@ def _split_within_time(
 def compute_pipelined_seconds(
     chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
-    """Compute the seconds of a prompt in pipelined chunks, until the last stage has computed the last chunk.
+    """Compute the seconds of a prompt's prefill in pipelined chunks, until the last stage has the last chunk.
 
     Args:
         chunk_sizes: The token counts of the chunks.

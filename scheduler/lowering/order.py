@@ -144,7 +144,7 @@ def _list_inplace_chains(
 
 
 def add_required_copies(graph: Graph) -> Graph:
-    """Add copies of outputs and new states that could not be read after the run otherwise.
+    """Add the copies of outputs and new states that are required to read them after the run.
 
     Copied are:
 

@@ -222,7 +222,7 @@ class _ChunkedGraph:
         self.chunk_values: dict[Value, list[Value]] = {}
 
     def can_be_chunked(self) -> bool:
-        """Return whether the graph can be split: sharded tokens are read in chunks exactly where they have chunks."""
+        """Return whether the graph can be computed in token chunks: producers and readers of sharded tokens agree."""
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
         return all(

@@ -47,10 +47,10 @@ class _LayerSection:
 
 
 def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
-    """Collapse repeated layers: keep two sections of each longer repetition; return None without repetitions.
+    """Collapse repeated layers: keep two of each longer sequence of equal layers; return None without repetitions.
 
-    The first section stands for all but the last. So every section has the same successor as in the original; the
-    place of a sum over devices depends on the successor.
+    The first one stands for all but the last. So every section has the same successor as in the original; the place
+    of a sum over devices depends on the successor.
     """
     nodes = [
         n for n in order_with_state_updates(graph) if not n.is_leaf

@@ -218,7 +218,7 @@ class _LayoutTable:
         return self._cached_shapes[form][device]
 
     def layout_of(self, value: Value, factor_layout: FactorLayout) -> Layout:
-        """Compute the layout of a value with index ranges in place of factors."""
+        """Compute the layout of a value from its factor layout: index ranges of each device replace factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
         if isinstance(factor_layout, FixedShard):

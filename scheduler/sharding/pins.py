@@ -122,7 +122,7 @@ def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) 
 
 
 def _is_discrete_choice(node: Node) -> bool:
-    """Return whether a node has float operands and integer results."""
+    """Return whether a node makes a discrete choice, such as an argmax: float operands and integer results."""
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 

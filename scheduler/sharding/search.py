@@ -359,7 +359,7 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List one position (leaf, axis, segment, place in the segment) for each chosen factor, as its identity.
+    """List one position (leaf, axis, segment, place in the segment) per chosen factor, as the factor's identity.
 
     The positions are valid in every graph over the same leaves. A leaf that `leaf_layouts` shards along another axis
     is not used.

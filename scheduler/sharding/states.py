@@ -52,7 +52,7 @@ class FactorShard:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPartial:
-    """The layout of a partial sum in which each entry comes from one device and is zero on all others.
+    """The layout of a routed partial sum: each entry comes from one device and is zero on all others.
 
     The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
     table. The first axes of the value are the axes of `index_operand`.

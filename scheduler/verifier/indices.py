@@ -208,10 +208,9 @@ def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
 
 
 def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
-    """Return the digits that two values both ignore.
+    """Return the common ignored digits of two values: parts of an entry number on which neither value depends.
 
-    A digit (stride, size) is the part ``entry // stride % size`` of an entry number. A value ignores a digit if the
-    value does not depend on it.
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
     """
     return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 

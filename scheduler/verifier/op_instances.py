@@ -26,9 +26,9 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 @dataclass(frozen=True, slots=True)
 class OpInstance:
-    """The attributes, the operand specs and the result specs of a node, of the user's graph or of a device's graph.
+    """The specs of a node of the user's graph or of a device's graph: attributes, operand specs and result specs.
 
-    Nodes with equal attributes and specs share the results of the verifier, so the results are inferred once.
+    Nodes with equal specs share the results of the verifier, so the results are inferred once.
     """
 
     attrs: AttrItems
@@ -42,7 +42,7 @@ class OpInstance:
 
 
 def make_op_instance(node: Node) -> OpInstance:
-    """Return the attributes, the operand specs and the result specs of a node."""
+    """Make the specs of a node: its attributes, operand specs and result specs."""
     return OpInstance(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
 
 

@@ -88,7 +88,8 @@ def _propagate_routing(
 ) -> PartialSum | None:
     """Propagate a routed partial sum, which all given operands share, to the result; return None if that is impossible.
 
-    A routed partial sum has the rows of a result that look up a local table row. It is possible under two conditions:
+    A routed partial sum has the result rows that look up a local table row, and zeros elsewhere. Two conditions must
+    hold:
 
     - Zeros in these operands give zeros in the result.
     - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up

@@ -85,7 +85,7 @@ class ValueTrace:
                     self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
-        """Return the facts about a device value; an empty list if the trace has no facts about it."""
+        """Find the facts about a device value (graph values that it equals); an empty list if there are none."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
 
@@ -120,7 +120,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
+        """Record the facts of one device's node (graph values that its results equal); yield a fault without any."""
         if node.is_leaf:
             yield from self._record_leaf_facts(device, node)
             return

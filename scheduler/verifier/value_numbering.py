@@ -91,7 +91,7 @@ class ValueNumbering:
     def find_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Find the lists of operand numbers with which consumers of allowed operands apply the op `op`.
+        """Find the operand number lists of the op's consumers: nodes that apply `op` to allowed operands only.
 
         Only the consumers of the operand with the fewest consumers are compared.
 
@@ -116,7 +116,7 @@ class ValueNumbering:
     def _infer_digits(
         self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
     ) -> list[tuple[IgnoredDigits, ...]]:
-        """Infer the ignored digits of each axis of each result of a node, from the ignored digits of its operands.
+        """Infer the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
 
         Args:
             op: Name of the op.
@@ -133,7 +133,7 @@ class ValueNumbering:
         return [((),) * len(r.shape) for r in instance.results]
 
     def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        """Pair the entries of each axis of a value with the ignored digits of the axis.
+        """Attach to the entries of each axis of a value the ignored digits, on which the value does not depend.
 
         Args:
             value_number: The number of the graph value.
