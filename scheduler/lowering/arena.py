@@ -23,7 +23,7 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A value of `nbytes` bytes that is needed from `first_step` to `last_step`, both inclusive."""
+    """The steps from `first_step` to `last_step`, both inclusive, in which a value of `nbytes` bytes needs memory."""
 
     nbytes: int
     first_step: int
@@ -32,19 +32,19 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The byte offset of each lifetime, in the order of the lifetimes, and the total bytes."""
+    """The layout of an arena: the byte offset of each lifetime, in the order of the lifetimes, and the total bytes."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
 def round_up_to_alignment(nbytes: int) -> int:
-    """Return the next multiple of `ALIGNMENT`."""
+    """Round a byte count up to the next multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
-    """Return an arena in which lifetimes that overlap have disjoint bytes, by best fit, step by step."""
+    """Assign arena offsets to lifetimes by best fit, step by step; overlapping lifetimes get disjoint bytes."""
     all_lifetimes = list(lifetimes)
     offsets = [0] * len(all_lifetimes)
     free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two adjacent
@@ -63,9 +63,9 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
 
 
 def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
-    """Return an arena that stays valid if all repetitions except the first and the last are repeated in any order.
+    """Assign arena offsets such that the repeated layers of a program (repetitions) can be executed in any order.
 
-    The arena has three regions, from the bottom:
+    The first and the last repetition are executed once. The arena has three regions, from the bottom:
 
     1. values of several repetitions;
     2. values of one repetition, in the same bytes for each repetition;
@@ -102,7 +102,7 @@ def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of
 
 
 def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple[int, int]:
-    """Take bytes from the smallest sufficient gap, or from the end of the arena.
+    """Take bytes from the smallest free gap that is large enough (best fit), or from the end of the arena.
 
     Args:
         gaps: The free gaps (offset, bytes), by offset; the used gap is changed.
@@ -126,7 +126,7 @@ def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple
 
 
 def _free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return `gaps` with one more gap of `nbytes` bytes at `offset`, merged with its neighbours."""
+    """Add a free gap of `nbytes` bytes at `offset` to the free gaps, and merge it with its neighbours."""
     if not nbytes:
         return gaps
     insort(gaps, (offset, nbytes))

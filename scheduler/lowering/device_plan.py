@@ -35,7 +35,7 @@ DEVICES_KIND = list_of(
 
 
 class KernelUse(NamedTuple):
-    """The number of launches of each instruction, and the positions of the instructions that NumPy computes."""
+    """How the kernels of a program are used: launches of each instruction, and instructions that NumPy computes."""
 
     launches: Sequence[float]
     stand_ins: frozenset[int]
@@ -43,10 +43,11 @@ class KernelUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The device plan of one device: its graph with local shapes and `cont` nodes, and its program.
+    """The device plan of one device: its part of the graph, with local shapes, and the program that runs it.
 
-    Each instruction of `program` has the number of the node of `graph` that it computes. A device plan with a `short`
-    program builds `graph` and `program` at the first access, by unrolling.
+    Each instruction of `program` has the number of the node of `graph` that it computes. The graph contains the
+    `cont` nodes (copies) that kernels need. A device plan with a `short` program builds `graph` and `program` at the
+    first access, by unrolling repeated layers.
     """
 
     device: Device
@@ -64,7 +65,7 @@ class Lane:
 
     @cached_property
     def calls(self) -> Sequence[KernelCall] | None:
-        """The predicted kernel calls of the program with their buffers; None if the backend cannot predict them.
+        """The kernel calls that the backend predicts for the program, with their buffers; None without a prediction.
 
         Calls that depend on allocated memory are left out.
         """
@@ -81,7 +82,7 @@ class Lane:
 
     @cached_property
     def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
-        """For each overlapped collective, by position, the numbers of the instructions that run at the same time."""
+        """The instructions that run at the same time as each overlapped collective, by the collective's position."""
         if not can_group_overlap([(self.backend, self.device)]):
             return {}
         together = {
@@ -93,9 +94,10 @@ class Lane:
         )
 
     def launches(self) -> Sequence[float]:
-        """Return the number of launches of each instruction.
+        """Count the kernel launches of each instruction.
 
-        Instructions of one fused launch share it. Without a prediction of the backend, each instruction has one launch.
+        Instructions that share one fused launch have equal fractions of it. Without a prediction of the backend, each
+        instruction has one launch.
         """
         if self.calls is None:
             return [1.0] * len(self.program.instructions)
@@ -106,21 +108,21 @@ class Lane:
         return launches
 
     def stand_ins(self) -> frozenset[int]:
-        """Return the positions of the instructions that NumPy computes for lack of a compiled kernel."""
+        """Find the positions of the instructions that fall back to NumPy for lack of a compiled kernel."""
         return frozenset(n for call in self.calls or () if call.kernel == STAND_IN for n in call.instruction_numbers)
 
     def kernel_use(self) -> KernelUse:
-        """Return the launches and the stand-ins. Programs with equal structure have the same."""
+        """Find the launches of each instruction and the NumPy fallbacks, equal for programs of equal structure."""
         return KernelUse(self.launches(), self.stand_ins())
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes on the device by kind: stored weights, states, constants, and the arena."""
+        """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
         return {kind: self.program.nbytes(kind) for kind in ("weight", "state", "constant", "arena")}
 
 
 @dataclass(frozen=True, eq=False)
 class UnrollableProgram:
-    """The graph and the program of a short graph on a device, and the deep graph that it represents."""
+    """A device's graph and program with few repeated layers, which can be unrolled to all layers of the deep graph."""
 
     graph: Graph
     program: Program
@@ -128,12 +130,12 @@ class UnrollableProgram:
 
     @cached_property
     def unrolled_graph_and_program(self) -> tuple[Graph, Program]:
-        """The graph and the program of the deep graph on the device."""
+        """The graph and the program of the device with all repeated layers, unrolled at the first access."""
         return unroll_program(self.graph, self.program, self.shortened_graph)
 
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
-    """Return a device plan that unrolls the graph and the program of `short` at the first access."""
+    """Make a device plan that unrolls its graph and program from `short` at the first access."""
     device_plan: Lane = object.__new__(Lane)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
@@ -141,7 +143,7 @@ def make_unrolled_device_plan(device: Device, backend: Backend, short: Unrollabl
 
 
 def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph) -> tuple[Lane, ...]:
-    """Return the device plans of a deep graph from the device plans of its short graph.
+    """Unroll device plans with few repeated layers to the device plans of the deep graph with all layers.
 
     Device plans with the same program share the unrolled one.
     """
@@ -160,13 +162,13 @@ def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph)
 
 
 def find_first_devices_with_same_program(device_plans: Sequence[Lane]) -> list[int]:
-    """Return for each device plan the number of the first device plan with the same program, which may be its own."""
+    """Find for each device plan the first device with the same program; the device itself if no earlier one has it."""
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
 
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
-    """Return for each device its collective group: the devices, itself included, that call the same collectives.
+    """Find the collective group of each device: the numbers of all devices that call the same collectives as it.
 
     Devices with a collective of the same number call it together. The verifier checks that all collectives of a
     device have one group. Messages pass between any two devices. Without collectives, all devices are one group, and
@@ -190,7 +192,7 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
 def build_device_plans(
     graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
 ) -> tuple[Lane, ...]:
-    """Return the device plan of each device: the lowered form of its graph, and its program.
+    """Lower the graph of each device, and build its device plan from the lowered graph and the program.
 
     1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
     2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
@@ -199,7 +201,7 @@ def build_device_plans(
     Args:
         graphs: The graph of each device; the device supports all of its nodes.
         group: The backend and the device of each graph.
-        shortened: The shortened graph, if the graphs are of a short graph and their repetitions may be unrolled.
+        shortened: The shortened graph, if the graphs have few repeated layers and may be unrolled.
     """
     numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
@@ -238,7 +240,10 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceRepetitions | None:
-    """Return the repetitions of a device graph; its nodes have numbers as names, except with `is_alone`."""
+    """Find the repetitions of repeated layers in a device's graph; None without a shortened graph.
+
+    With `is_alone`, the lowered nodes keep the names of `graph`. Otherwise their names are positions in `graph`.
+    """
     if shortened is None or is_alone:
         return None if shortened is None else DeviceRepetitions(shortened)
 

@@ -27,7 +27,7 @@ from .strides import StridedView
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
-    """Nodes in execution order, and how states are updated.
+    """The nodes of a graph in execution order, and the states that are updated in place.
 
     - `inplace_states` maps a result to the state that gives it its memory.
     - `overwritten_values` maps such a result to the value that it overwrites: the state, or an earlier result there.
@@ -40,11 +40,15 @@ class ExecutionOrder:
     copied_states: Mapping[Value, Value]
 
     def can_run_in_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
-        """Return whether another order of all nodes that compute gives the same results.
+        """Return whether the nodes can run in another order with the same results and the same in-place updates.
 
         - Each node follows the nodes that it reads.
         - No node reads a state after it is overwritten.
         - Collectives keep their sequence.
+
+        Args:
+            nodes: All nodes that compute, in the other order.
+            views: The strided view of each value.
         """
         place = {node: at for at, node in enumerate(nodes)}
         collective_numbers = [
@@ -66,7 +70,7 @@ def choose_execution_order(
     stored_spec_of: Callable[[Value], Spec],
     prefers_overlap: bool = False,
 ) -> ExecutionOrder:
-    """Return an order of the nodes in which as many states as possible are updated in place.
+    """Choose an execution order of the nodes in which as many states as possible are updated in place.
 
     A node may write the memory of a state if the stored dtypes are equal and all other readers can run before it. If
     that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that
@@ -122,10 +126,10 @@ def choose_execution_order(
 def _list_inplace_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """Yield lists of values that may be written one after the other into the memory of a state, best first.
+    """List chains of results that may be written one after the other into the memory of a state, best chain first.
 
-    The first list has all results on the path to the new state that change the state in place, unless one is in
-    `lasting_values`. The last list has only the state and the new value.
+    The first chain has all results on the path to the new state that change the state in place, unless one is in
+    `lasting_values`. The last chain has only the state and the new value.
     """
     last = views[new_state].base
     line = [last]
@@ -140,7 +144,7 @@ def _list_inplace_chains(
 
 
 def add_required_copies(graph: Graph) -> Graph:
-    """Return the graph with copies of outputs and new states that could not be read after the run otherwise.
+    """Add the copies of outputs and new states that are required to read them after the run.
 
     Copied are:
 
@@ -170,9 +174,9 @@ def add_required_copies(graph: Graph) -> Graph:
 
 
 def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether the node of `result` may write it over the memory of `overwritten_value`.
+    """Return whether the node of `result` can write the result over the memory of `overwritten_value`.
 
-    The node may do so if it does not read `overwritten_value`, or reads it only as its in-place operand.
+    The node can if it does not read `overwritten_value`, or reads it only as its in-place operand.
     """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
@@ -191,12 +195,12 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether element i of the result needs only element i of operands of the same shape."""
+    """Return whether element i of a node's result needs only element i of operands with the same shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
 class _ExtraDependences:
-    """Dependences between nodes in addition to operands: each node maps to nodes that must run before it.
+    """Dependences between nodes in addition to operands: each node maps to the nodes that must run before it.
 
     Collectives depend on the collective with the next lower sequence number.
     """
@@ -213,7 +217,7 @@ class _ExtraDependences:
             self.add_predecessors(second, [first])
 
     def add_predecessors(self, node: Node, predecessors: list[Node]) -> None:
-        """Require that `node` runs after all of `predecessors`."""
+        """Add predecessors of a node: `node` must run after all of `predecessors`."""
         self.extra_predecessors[node] += predecessors
         if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
@@ -241,7 +245,7 @@ class _ExtraDependences:
 def _order_nodes(
     graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
 ) -> tuple[Node, ...]:
-    """Return the nodes in execution order, each after its operands and its extra predecessors.
+    """Order the nodes for execution: each follows its operands and its extra predecessors.
 
     - A writer of a state follows the readers of the old state.
     - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
@@ -279,7 +283,7 @@ def _order_nodes(
 
 
 def _order_by_messages(graph: Graph) -> Sequence[Node]:
-    """Return the nodes of a graph by the number of the last message that each depends on, without one first."""
+    """Order the nodes of a graph by the last message on which each depends; nodes without a message come first."""
     nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
@@ -290,7 +294,7 @@ def _order_by_messages(graph: Graph) -> Sequence[Node]:
 
 
 def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Move each collective directly after its operands, and independent nodes directly after the collective.
+    """Move each collective directly after its operands, so that independent nodes can overlap it.
 
     A `receive` keeps its position, because all later nodes wait for it.
     """

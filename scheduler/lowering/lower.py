@@ -44,7 +44,7 @@ FusedGroups = dict[Hashable, Sequence[Sequence[int]]]
 
 
 def lower_graph(graph: Graph, backend: Backend, device: Device) -> tuple[Graph, Program]:
-    """Return the graph with the `cont` nodes that kernels need, and its program for one device.
+    """Lower a graph for one device: return the graph with the copies that kernels need, and its program.
 
     Raises:
         PlanError: The device does not support a node.
@@ -61,7 +61,7 @@ def lower_with_state_saves(
     repetitions: DeviceRepetitions | None = None,
     fused_groups: FusedGroups | None = None,
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
-    """Return the results of `lower_graph`, and the nodes of state saves and rollback, which are not in the graph.
+    """Lower a graph for one device, and return also the nodes that save and restore states, which are not in the graph.
 
     Args:
         graph: The graph; the device supports all of its nodes.
@@ -100,7 +100,7 @@ def lower_with_state_saves(
 
 
 def require_device_support(graph: Graph, backend: Backend, device: Device) -> None:
-    """Raise `PlanError` that names the first node that the device does not support."""
+    """Require that a device supports all nodes of a graph; raise `PlanError` with the first unsupported node."""
     for node in graph.nodes:
         if node.is_leaf or op_of(node).is_view:
             continue
@@ -109,14 +109,14 @@ def require_device_support(graph: Graph, backend: Backend, device: Device) -> No
 
 
 def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
-    """Return the nodes with these numbers, group by group."""
+    """Select the nodes of a graph by their numbers, group by group."""
     return [[graph.nodes[number] for number in group] for group in node_number_groups]
 
 
 def _split_groups_by_repetition(
     groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
-    """Return the groups in the order of their repetitions; a group of several repetitions is split.
+    """Split groups of nodes into groups of one repeated layer each, in the order of the layers.
 
     No node reads a result of a later repetition.
     """
@@ -132,7 +132,7 @@ def _split_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _MemorySlots:
-    """The sharing of memory between values, and the steps until which memory is needed.
+    """The values that share memory, and the last step at which each memory is read.
 
     - `slot_of`: maps a base value to the value that owns its memory, if another value does.
     - `last_reading_step`: the last step that reads the memory of a value.
@@ -147,7 +147,7 @@ class _MemorySlots:
 
 
 class _ProgramBuilder:
-    """The builder of the program of one graph.
+    """The builder of one graph's program: the order of instructions, the buffers and the place of each value.
 
     The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that
     another node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
@@ -191,7 +191,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
 
     def build_program(self) -> Program:
-        """Return the program: each node after the saves of states that it overwrites, and state copies at the end."""
+        """Build the program: an instruction for each node, state saves before overwrites, and final state copies."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
@@ -214,23 +214,23 @@ class _ProgramBuilder:
         )
 
     def list_node_numbers(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the numbers of the nodes that groups of instructions compute, group by group."""
+        """List the numbers of the nodes that groups of instructions compute, group by group."""
         instructions = self.build_program().instructions
         numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
         return [group for group in numbers if group]
 
     def _build_undo_instruction(self, save: StateSave, save_instruction: Instruction) -> Instruction:
-        """Return the instruction that restores a state from its save, written over the saved state."""
+        """Build the instruction that restores a state from a save, in order to undo a failed run."""
         (state, *_), back = save_instruction.src, self._build_instruction(save.restore_node)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
     def _iterate_saves(self) -> Iterator[StateSave]:
-        """Yield all state saves of the program."""
+        """Iterate over all state saves of the program."""
         return (save for saves in self.saves_by_writer.values() for save in saves)
 
     def _build_instruction(self, node: Node) -> Instruction:
-        """Return the instruction of a node, with the tensors of its operands, results and scratch."""
+        """Build the instruction of a node, with the tensors of its operands, results and scratch."""
         src = tuple(None if s is None else self._find_or_make_tensor(s) for s in node.src)
         dst = tuple(map(self._find_or_make_tensor, node.results))
         index = self.node_indices.get(node, -1)
@@ -239,7 +239,7 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- sharing
 
     def _assign_memory_slots(self) -> _MemorySlots:
-        """Choose the results that reuse the memory of an operand, and the last step that reads each memory.
+        """Assign shared memory slots: the results that reuse an operand's memory, and the last reader of each memory.
 
         Values that the rollback reads are needed until the end.
         """
@@ -284,7 +284,7 @@ class _ProgramBuilder:
         return _MemorySlots(slot_of, last_read, step, until)
 
     def _find_overlap_ends(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
-        """Return for each overlapped collective the last step that runs at the same time.
+        """Find the last step that overlaps each overlapped collective.
 
         It precedes the first node that needs the result, and the next collective. Until this step, no instruction
         writes the memory that the collective reads.
@@ -309,9 +309,9 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Return the value that owns the memory of an in-place operand, if `result` may be written there; else None.
+        """Find the memory of an in-place operand that `result` can reuse; return the value that owns it, or None.
 
-        It may if no other node, and no other operand of the node, still needs this memory.
+        No other node, and no other operand of the node, may still need this memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -332,17 +332,17 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _infer_stored_spec(self, value: Value) -> Spec:
-        """Return the spec in which the backend stores a value."""
+        """Infer the spec (dtype and shape) in which the backend stores a value."""
         if (spec := self.stored_specs.get(value)) is None:
             spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:
-        """Return the bytes in which the backend stores a value."""
+        """Return the number of bytes in which the backend stores a value."""
         return self._infer_stored_spec(value).nbytes
 
     def _assign_buffers(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
-        """Return the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
+        """Assign the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
@@ -373,7 +373,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
-        """Return the offsets of lifetimes in the arena."""
+        """Build the arena: assign offsets to lifetimes, repeatable ones if the graph has repeated layers."""
         return (
             assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
@@ -381,7 +381,7 @@ class _ProgramBuilder:
         )
 
     def _make_lifetime(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
-        """Return a lifetime that covers whole groups, from the group of the first to the group of the last step."""
+        """Make a lifetime that covers whole groups of nodes, from the first step's group to the last step's group."""
         return Lifetime(
             nbytes,
             self.group_spans.get(first_step, (first_step, first_step))[0],
@@ -389,13 +389,13 @@ class _ProgramBuilder:
         )
 
     def _find_or_make_tensor(self, value: Value) -> Tensor:
-        """Return the tensor of a value; it is made at the first call."""
+        """Return the tensor of a value, and make it at the first call."""
         if (tensor := self.tensor_by_value.get(value)) is None:
             tensor = self.tensor_by_value[value] = self._make_tensor(value)
         return tensor
 
     def _make_tensor(self, value: Value) -> Tensor:
-        """Return the buffer, offset, shape, strides and dtype of a value."""
+        """Make the tensor of a value: its buffer, byte offset, shape, strides and dtype."""
         view = self.views[value]
         dtype = self._infer_stored_spec(view.base).dtype
         buffer, start = self.buffer_locations[self.memory_slots.slot_of.get(view.base, view.base)]

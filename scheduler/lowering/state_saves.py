@@ -22,7 +22,7 @@ from .strides import StridedView, apply_view, make_dense_view
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """A copy of a state: `save_node` runs before `writer` overwrites `state`, and `restore_node` restores it.
+    """A save of a state: `save_node` copies the state before `writer` overwrites it, and `restore_node` restores it.
 
     A `writer` of None stands for the copies at the end. `views` has the views of values that are not in the graph.
     """
@@ -37,7 +37,9 @@ class StateSave:
 def build_state_saves(
     order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, device: Device
 ) -> tuple[StateSave, ...]:
-    """Return a save of each state that the run changes: of the changed rows where possible, else of the whole state.
+    """Build a save of each state that a run changes, so that a failed run can be undone.
+
+    The save has only the changed rows where possible, else the whole state.
 
     Args:
         order: The nodes in execution order, and the states that they overwrite.
@@ -56,7 +58,7 @@ def build_state_saves(
 
 
 def _make_whole_state_save(writer_node: Node | None, state: Value, earlier_result: Value | None = None) -> StateSave:
-    """Return a save of the whole memory of `state`.
+    """Make a save of the whole state.
 
     Args:
         writer_node: The node that overwrites the state; None for the copies at the end.
@@ -82,9 +84,9 @@ def _make_changed_rows_save(
     backend: Backend,
     device: Device,
 ) -> StateSave | None:
-    """Return a save of the rows in which `new_state` differs from the previous content of `state`.
+    """Make a save of the rows of `state` that `new_state` changes.
 
-    Returns None if all rows may differ, or if the rows or their numbers cannot be saved.
+    Returns None if all rows may change, or if the rows or their numbers cannot be saved.
     """
     rows = _find_changed_rows(new_state, order.overwritten_values[new_state], views)
     if rows is None:
@@ -117,9 +119,10 @@ def _make_changed_rows_save(
 def _find_changed_rows(
     new_state: Value, state: Value, views: Mapping[Value, StridedView]
 ) -> tuple[Value, Value] | None:
-    """Return `state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new_state` differs.
+    """Find the rows of a state that a new state changes; None if the op does not declare them.
 
-    Returns None if the op does not declare which rows it changes.
+    Returns:
+        `state` as a table ``[..., rows, width]``, and the numbers of the changed rows.
     """
     writer, declared = new_state.node, op_of(new_state.node)
     changed = declared.overwritten_entries(writer.attrs)
@@ -139,6 +142,6 @@ def _find_changed_rows(
 
 
 def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
-    """Return whether the dtype of a save holds every number of the state exactly."""
+    """Return whether the dtype of a save can hold every number of the state without loss."""
     was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

@@ -19,7 +19,7 @@ from ...ops import REGISTRY, cont, op_of
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """Elements of the value `base`, described by an offset, a shape and strides, all in elements."""
+    """A view of the value `base`: its elements at an offset, with a shape and strides, all counted in elements."""
 
     base: Value
     offset: int
@@ -33,25 +33,25 @@ class StridedView:
 
     @property
     def covers_base(self) -> bool:
-        """Whether the view has all elements of `base`, in order."""
+        """Whether the view covers its base value: it has all elements of `base`, in order."""
         return self.offset == 0 and self.is_dense and math.prod(self.shape) == self.base.spec.size
 
 
 @lru_cache(maxsize=1 << 14)  # equal for all layers and devices
 def _has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether strides are row-major without gaps; the strides of axes of size 1 are ignored."""
+    """Return whether strides are dense: row-major without gaps. Strides of axes of size 1 do not count."""
     if 0 in shape:
         return True
     return all(n == 1 or s == d for n, s, d in zip(shape, strides, contiguous_strides(shape), strict=True))
 
 
 def make_dense_view(value: Value) -> StridedView:
-    """Return a value as a dense view of itself."""
+    """Make the view of a value that is dense and has the value itself as its base."""
     return StridedView(value, 0, value.shape, contiguous_strides(value.shape))
 
 
 def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
-    """Return the result of a view node as a view of the base of its operand, or None without strides for it.
+    """Apply a view node, such as a transpose, to the view of its operand; return None if strides cannot describe it.
 
     For example, the reshape of a permuted array has no strides.
     """
@@ -63,8 +63,13 @@ def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
 def _compute_view_strides(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-    """Return (offset from the source, shape, strides) of the result of a view op, in elements; None if NumPy has to
-    copy.
+    """Return the offset, the shape and the strides of a view op's result, in elements; None if NumPy has to copy.
+
+    Args:
+        op: The name of the view op.
+        attrs: The attributes of the node.
+        shape: The shape of the source.
+        strides: The strides of the source, in elements.
     """
     as_view = REGISTRY[op].as_view
     assert as_view is not None
@@ -82,7 +87,7 @@ def _compute_view_strides(
 def insert_dense_copies(
     graph: Graph, reads_strided: Callable[[Node, int], bool]
 ) -> tuple[Graph, Mapping[Value, StridedView]]:
-    """Insert a `cont` before each operand that its kernel, or its reshape, cannot read with its strides.
+    """Insert a dense copy (`cont`) before each operand with strides that the kernel, or a reshape, cannot read.
 
     One copy serves all readers.
 

@@ -25,7 +25,10 @@ The memory of a kernel does not depend on them, except on the order of the numbe
 
 
 def make_structural_key(graph: Graph) -> Hashable:
-    """Return a dictionary key that is equal for structurally equal graphs only."""
+    """Make a key of a graph that is equal for structurally equal graphs only.
+
+    Structurally equal graphs differ only in names, devices, and the sequence numbers of collectives.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
     def refs(values: tuple[Value | None, ...]) -> tuple[Hashable, ...]:
@@ -39,9 +42,9 @@ def make_structural_key(graph: Graph) -> Hashable:
 
 
 def make_size_class_key(graph: Graph) -> Hashable:
-    """Return a key that is equal for graphs of the same ops and operands with the same size class of each axis.
+    """Make a key that is equal for graphs with the same ops, operands, dtypes and size class of each axis.
 
-    The size classes are 0, 1 and larger. Kernels are chosen by them, and an empty result has no kernel.
+    The size classes are 0, 1 and larger. Backends choose kernels by size class, and an empty result has no kernel.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -55,7 +58,7 @@ def make_size_class_key(graph: Graph) -> Hashable:
 
 
 def make_names_and_collectives_key(graph: Graph) -> Hashable:
-    """Return a key of the properties that structural equality ignores: names, and attributes of collectives.
+    """Make a key of a graph's names and collective attributes, which the structural key leaves out.
 
     Two graphs with equal structural keys and equal keys of this kind have the same program.
     """
@@ -64,7 +67,7 @@ def make_names_and_collectives_key(graph: Graph) -> Hashable:
 
 
 def make_program_key(program: Program) -> Hashable:
-    """Return a key that is equal for programs with the same kernels on the same bytes; names are left out."""
+    """Make a key that is equal for programs with the same kernels on the same bytes; names do not count."""
     steps = [
         (i.op, i.src, i.dst, _list_distinguishing_attrs(i.op, i.attrs), i.scratch, i.index)
         for i in program.instructions
@@ -75,7 +78,7 @@ def make_program_key(program: Program) -> Hashable:
 
 
 def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
-    """Return the attributes of a node in which structurally equal graphs agree."""
+    """List the attributes of a node that enter the structural key; partners and numbers of collectives do not."""
     return (
         tuple([item for item in attrs.items() if item[0] not in COMMUNICATION_ATTRS])
         if op in COLLECTIVES
@@ -84,7 +87,7 @@ def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
 
 
 def with_numbered_names(graph: Graph) -> Graph:
-    """Return the graph with the position of each node as its name, and numbers as names of the outputs."""
+    """Return the graph with numbers as names: each node has its position, each output its number."""
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):
         became[node] = Node(node.op, _map_operands(node, became), node.attrs, node.specs, str(at)).results
@@ -92,12 +95,12 @@ def with_numbered_names(graph: Graph) -> Graph:
 
 
 def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
-    """Return a lowered graph and program with the names and the collectives of another graph.
+    """Return a lowered graph and its program with the names and the collectives of another, structurally equal graph.
 
     Args:
         lowered_graph: The lowered graph, with numbers as names (`with_numbered_names`).
         program: The program of `lowered_graph`.
-        graph: A graph that is structurally equal to the one that was lowered.
+        graph: The graph with the names to restore. It is structurally equal to the graph that was lowered.
     """
     became: dict[Node, tuple[Value, ...]] = {}
     for node in lowered_graph.nodes:
@@ -129,12 +132,12 @@ def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) ->
 
 
 def _map_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
-    """Return the operands of a node in terms of the results that replace each node."""
+    """Return the operands of a node, each replaced by the value that stands for it in `replacements`."""
     return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 
 def _rebuild_graph(graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]) -> Graph:
-    """Return the graph with the outputs and updates of `graph` in terms of the results that replace each node."""
+    """Rebuild a graph with replaced nodes: the same outputs and state updates, in terms of the replacing results."""
     values = [replacements[v.node][v.index] for v in graph.outputs.values()]
     updates = {
         replacements[old.node][old.index]: replacements[new.node][new.index] for old, new in graph.updates.items()

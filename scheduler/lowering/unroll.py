@@ -1,8 +1,9 @@
 """Unrolling: the graph and the program of a deep graph on one device, built from its short graph and program.
 
-Each repetition of the deep graph equals its kind in the short graph: the same instructions on the same arena bytes, but
-with its own leaves. State saves of a repetition lie above the state saves of earlier ones. The numbers of its
-collectives follow the numbers of earlier ones.
+The deep graph is the user's graph with all repeated layers, called repetitions. The short graph keeps a few
+repetitions, the kinds. Each repetition of the deep graph equals its kind: the same instructions on the same arena
+bytes, but with its own leaves. State saves of a repetition lie above the state saves of earlier ones. The numbers of
+its collectives follow the numbers of earlier ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ARENA_BUFFER = 0
 
 
 def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) -> tuple[Graph, Program]:
-    """Return the graph and the program of the deep graph on a device.
+    """Unroll a device's graph and program with few repeated layers to all layers of the deep graph.
 
     Args:
         graph: The part of the short graph on the device.
@@ -41,7 +42,7 @@ def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) ->
 def unroll_kernel_calls(
     graph: Graph, program: Program, shortened: ShortenedGraph, short_calls: Sequence[KernelCall]
 ) -> Sequence[KernelCall] | None:
-    """Return the kernel calls of the unrolled program; None if one call belongs to two repetitions.
+    """Unroll the kernel calls of a program with few repeated layers; None if one call belongs to two repetitions.
 
     Args:
         graph: The part of the short graph on the device.
@@ -67,7 +68,10 @@ def unroll_kernel_calls(
 
 
 class _Unroller:
-    """The unroller of one device graph; `nodes_by_repetition` maps nodes of its kind to nodes of each repetition."""
+    """Unrolls one device's graph: each repeated layer of the short graph becomes many layers of the deep graph.
+
+    `nodes_by_repetition` maps nodes of the short graph to nodes of each repetition.
+    """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.short_graph, self.shortened_graph = graph, shortened
@@ -83,7 +87,7 @@ class _Unroller:
     # ------------------------------------------------------------------------------------------------- the graph
 
     def build_graph(self) -> Graph:
-        """Return the deep graph on the device."""
+        """Build the unrolled graph of the device, with all repeated layers."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
         for run, kind in self.shortened_graph.repetitions_with_kind:
@@ -118,12 +122,12 @@ class _Unroller:
     def _find_operand_node(
         self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
     ) -> Node:
-        """Return the deep node that a repetition reads where its kind reads `source`.
+        """Find the deep graph's node that a repetition reads where the short graph's node reads `source`.
 
         Args:
             source: The value that the node of the short graph reads.
             repetition: The repetition of the reader.
-            kind: The kind of this repetition.
+            kind: The repetition of the short graph that stands for it.
             carried: The nodes that the repetition before carries to this one, by key.
         """
         if self.kind_by_node[source.node] == kind:
@@ -132,7 +136,7 @@ class _Unroller:
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Return the key (position, name ending) of a value that is carried to a repetition; None for other values."""
+        """Make the key (position, name ending) of a value that is carried to a repetition; None for other values."""
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
         return None if place is None else (place, ending)
@@ -140,7 +144,7 @@ class _Unroller:
     # ----------------------------------------------------------------------------------------------- the program
 
     def build_program(self, graph: Graph, program: Program) -> Program:
-        """Return the program of the unrolled `graph` from the program of the short graph."""
+        """Build the program of the unrolled `graph` from the program of the short graph."""
         called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
         start, sizes = count_saved_bytes_by_kind(program, self.shortened_graph)
         backs = dict(program.undo)
@@ -181,12 +185,12 @@ class _Unroller:
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _rename_buffer(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
-        """Return the buffer of a leaf with the name that the leaf has in a repetition."""
+        """Rename the buffer of a leaf for a repetition: return it with the name of the leaf in this repetition."""
         name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _name_outside_repetitions(self, name: str) -> str:
-        """Return the deep name of a leaf that is before or after all repetitions."""
+        """Find the name in the deep graph of a leaf that is before or after all repetitions."""
         kind = self.shortened_graph.kind_of_name(name)
         return self.shortened_graph.name_in_repetition(
             name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
@@ -195,10 +199,10 @@ class _Unroller:
 
 @dataclass(frozen=True, slots=True)
 class _Relocation:
-    """The relocation of tensors from a kind to one repetition.
+    """The relocation of tensors from a repetition of the short program to a repetition of the unrolled program.
 
-    `buffer_numbers` maps buffers of the kind to buffers of the repetition. Arena offsets from `shifted_from_byte` on
-    grow by `shift_bytes`.
+    `buffer_numbers` maps buffers of the short program to buffers of the repetition. Arena offsets from
+    `shifted_from_byte` on grow by `shift_bytes`.
     """
 
     buffer_numbers: Mapping[int, int]
@@ -206,7 +210,7 @@ class _Relocation:
     shift_bytes: int
 
     def relocate_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the kind as a tensor of the repetition."""
+        """Relocate a tensor of the short program to the buffer and the offset of the repetition."""
         if tensor.buffer != ARENA_BUFFER:
             return Tensor(self.buffer_numbers[tensor.buffer], tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
         if not self.shift_bytes or tensor.offset < self.shifted_from_byte:
@@ -214,7 +218,7 @@ class _Relocation:
         return Tensor(ARENA_BUFFER, tensor.offset + self.shift_bytes, tensor.shape, tensor.strides, tensor.dtype)
 
     def relocate_instruction(self, instruction: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
-        """Return an instruction of the kind as an instruction of the repetition, with a new name and attributes."""
+        """Relocate an instruction of the short program to the repetition, with a new name and attributes."""
         src = tuple([None if t is None else self.relocate_tensor(t) for t in instruction.src])
         scratch = None if instruction.scratch is None else self.relocate_tensor(instruction.scratch)
         return Instruction(
@@ -223,7 +227,7 @@ class _Relocation:
 
 
 def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
-    """Return the arena offset where state saves begin, and the bytes of the state saves of each kind of repetition."""
+    """Count the bytes of the state saves of each kind of repeated layer; return also the offset where saves begin."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
@@ -235,7 +239,7 @@ def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tu
 
 
 def find_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return the kind of repetition of each instruction of `program`."""
+    """Find the kind of repeated layer to which each instruction of a short program belongs."""
     kinds = shortened.kind_by_node(graph)
     return [
         shortened.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions

@@ -26,7 +26,10 @@ BRANCHES_KIND = "independent branches"
 
 
 def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
-    """Return the fitting plan with the least penalised time; if none fits, the plan that misses fewest bytes."""
+    """Choose the plan of split mode `auto`: the fitting plan with the least penalised time.
+
+    If none fits, the plan that misses fewest bytes is chosen.
+    """
     alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
@@ -45,7 +48,7 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
 
 
 def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
-    """Return the seconds of the workload with the layout of `plan`, and the phrase about pipelined runs."""
+    """Score the layout of `plan`: return the seconds of the workload, and a phrase about pipelined runs."""
     use = estimator.workload
     over = cache(lambda sequences, tokens: plan_builder.build_over_layout_of(plan, use.build_graph(sequences, tokens)))
     return use.score_plans(over, estimator.choose_micro_batch_counts)
@@ -58,7 +61,7 @@ def _list_candidates(
     hardware: Hardware,
     costs: AssignmentCost,
 ) -> list[Candidate]:
-    """Return all candidates of several devices, with estimates of single runs.
+    """List all candidates of several devices, with estimates of single runs.
 
     Args:
         plan_builder: The request, for all devices.
@@ -105,7 +108,7 @@ def _list_candidates(
 def _make_bounded_branch_candidates(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Yield the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
+    """Make the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_bound(count)) is not None:
         lacking, refine = (
@@ -118,7 +121,7 @@ def _make_bounded_branch_candidates(
 
 
 def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler) -> Iterator[Candidate]:
-    """Yield a candidate for each schedule of independent branches on different devices."""
+    """Make a candidate for each schedule of independent branches on different devices."""
     for schedule in branches.find_schedules(len(plan_builder.group)):
         leaf_bytes, make = schedule.leaf_bytes, partial(plan_builder.build_branches, schedule)
         lacking = sum(max(0.0, each - branches.device_memory_bytes) for each in leaf_bytes)
@@ -126,7 +129,7 @@ def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler
 
 
 def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Candidate:
-    """Return the candidate with its lower bound if its stages work on different branches at the same time."""
+    """Return the candidate with a lower bound for stages that work on different branches at the same time."""
     if (
         candidate.stage_count == 1
         or not branches.can_overlap
@@ -142,7 +145,7 @@ def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Cand
 def _make_candidates_for_all_devices(
     plan_builder: PlanBuilder, single_device_plan: Plan, single_device_bytes: float, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """Yield the candidates that use all devices of `plan_builder`: two factor searches and a layer split.
+    """Make the candidates that use all devices of `plan_builder`: two factor searches and a layer split.
 
     Args:
         plan_builder: The request.
@@ -182,7 +185,7 @@ def _make_candidates_for_all_devices(
 
 
 def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
-    """Return whether the devices form several groups: whole machines, or halves of one machine."""
+    """Return whether the devices can form several groups: whole machines, or halves of one machine."""
     return (
         device_count % devices_per_machine == 0
         if 0 < devices_per_machine < device_count
@@ -191,7 +194,10 @@ def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
 
 
 def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> Iterator[Candidate]:
-    """Yield the hybrid split: layers across machines, or across halves of one, and tensor parallelism within each."""
+    """Make the candidates of the hybrid split: pipeline stages on device groups, with tensor parallelism in each.
+
+    A group is one machine, or one half of the only machine.
+    """
     if pin_discrete_choices(plan_builder.graph, plan_builder.group):
         return
     groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
@@ -223,20 +229,21 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
 
 
 def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
-    """Return the least seconds of the transfers between pipeline stages: one latency for each stage boundary."""
+    """Estimate the least seconds of the transfers between pipeline stages: one latency for each stage boundary."""
     ends = ((s * devices_per_stage - 1, s * devices_per_stage) for s in range(1, stage_count))
     return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
 
 def _find_smallest_memory(plan_builder: PlanBuilder) -> float:
-    """Return the memory of the smallest device in bytes; infinity if no device states it."""
+    """Find the memory of the smallest device in bytes; infinity if no device states it."""
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 
 
 def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Return the hardware with a launch time that makes the sum of all nodes as long as the plan of one device.
+    """Return the hardware with a launch cost that is fitted to the plan of one device.
 
-    In the program of the plan, fused chains share one launch, and state saves add launches.
+    With this cost, the sum of all nodes is as long as the plan. In the program of the plan, fused chains share one
+    launch, and state saves add launches.
     """
     work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())
     return replace(costs.hardware, launch=max(0.0, single_device_plan.cost.total - work) / max(1, len(costs.node_work)))

@@ -30,9 +30,9 @@ MAX_PREDICTED_NODES = 100_000
 
 @dataclass(frozen=True)
 class BranchSchedule:
-    """A placement of nodes on devices, the order in which nodes start, and the predicted seconds of a run.
+    """A schedule of a graph's branches: the device of each node, the order of nodes, and the seconds of a run.
 
-    `leaf_bytes` has the bytes of weights and states on each device.
+    The seconds are predicted. `leaf_bytes` has the bytes of weights and states on each device.
     """
 
     placement: Placement
@@ -42,7 +42,7 @@ class BranchSchedule:
 
 
 class BranchScheduler:
-    """The search for schedules of the independent branches of a graph.
+    """Schedules the independent branches of a graph on several devices, so that a run takes less time.
 
     Args:
         graph: The graph to schedule.
@@ -72,7 +72,7 @@ class BranchScheduler:
         self._message_seconds: dict[tuple[int, bool], float] = {}
 
     def compute_lower_bound(self, device_count: int) -> float:
-        """Return the least seconds of any placement of the nodes on `device_count` devices.
+        """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the nodes.
 
         It is the longer of two times: the longest path, and all work divided by the devices.
         """
@@ -80,7 +80,7 @@ class BranchScheduler:
 
     @cached_property
     def _critical_seconds(self) -> float:
-        """The seconds of the longest path through the graph."""
+        """The seconds of the critical path, which is the longest path through the graph."""
         ends: dict[Node, float] = {}
         for node in self.compute_nodes:
             start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
@@ -88,7 +88,7 @@ class BranchScheduler:
         return max(ends.values(), default=0.0)
 
     def compute_cluster_bound(self, device_count: int) -> float | None:
-        """Return the least seconds of any placement of the clusters on `device_count` devices.
+        """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the clusters.
 
         None if all placements save less than the share `MIN_BRANCH_SAVING`.
         """
@@ -101,14 +101,14 @@ class BranchScheduler:
 
     @cached_property
     def can_overlap(self) -> bool:
-        """Whether pipeline stages on all devices save `MIN_BRANCH_SAVING` by concurrent work.
+        """Whether stages of different branches, on all devices, save `MIN_BRANCH_SAVING` if they overlap in time.
 
         Fewer stages save less.
         """
         return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
     def estimate_overlapped_share(self, stage_count: int) -> float:
-        """Return the share of the total time that a run takes if its independent stages run at the same time.
+        """Estimate the share of the total time that a run takes if independent stages overlap in time.
 
         Args:
             stage_count: The number of stages of consecutive nodes.
@@ -128,7 +128,7 @@ class BranchScheduler:
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
     def find_schedules(self, device_count: int) -> list[BranchSchedule]:
-        """Return the best schedules found on `device_count` devices; each saves at least `MIN_BRANCH_SAVING`."""
+        """Find the best schedules on `device_count` devices; each saves at least the share `MIN_BRANCH_SAVING`."""
         grain = max(
             self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
@@ -142,7 +142,7 @@ class BranchScheduler:
 
     @cached_property
     def _clusters(self) -> Sequence[Cluster]:
-        """The clusters of the graph, each after the clusters that it reads."""
+        """The clusters of the graph (nodes that stay on one device), each after the clusters that it reads."""
         return find_clusters(
             self.compute_nodes,
             self.node_seconds,
@@ -151,7 +151,12 @@ class BranchScheduler:
         )
 
     def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
-        """Yield schedules of these clusters by list scheduling, and schedules improved by moves of single clusters."""
+        """Schedule clusters on devices by list scheduling, and improve the schedules by moves of single clusters.
+
+        Args:
+            division: The clusters to schedule.
+            device_count: The number of devices.
+        """
         clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
@@ -172,7 +177,7 @@ class BranchScheduler:
             yield from self._build_schedules(better, order)
 
     def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
-        """Yield schedules with this placement: nodes by their ends, and by the number of messages before each.
+        """Build the schedules of a placement: nodes ordered by their ends, or by the number of messages before each.
 
         Messages are numbered in this order; programs receive and send them by their numbers, so either may be faster.
         """
@@ -184,7 +189,7 @@ class BranchScheduler:
     def _improve_placement(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
-        """Return a faster placement, found by moves of single clusters, or None."""
+        """Improve a placement by moves of single clusters; return a faster placement, or None."""
         first = best = max(self._predict_ends(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
@@ -200,14 +205,14 @@ class BranchScheduler:
         return better if best < first else None
 
     def _count_leaf_bytes(self, placement: Placement) -> dict[int, int]:
-        """Return the bytes of weights and states on each device that has work."""
+        """Count the bytes of weights and states on each device that has work."""
         leaves: dict[int, set[Value]] = defaultdict(set)
         for node, device in placement.items():
             leaves[device] |= find_stored_leaves(node)
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Return the predicted time at which each node ends, if each device executes its nodes in this order.
+        """Predict the end time of each node, if each device executes its nodes in this order.
 
         A device waits for each value of another device; a sender does not wait.
         """
@@ -228,7 +233,7 @@ class BranchScheduler:
 
     @cached_property
     def state_users(self) -> dict[Node, set[Value]]:
-        """For each node that reads or replaces states, these states."""
+        """The states that each node reads or replaces."""
         states: dict[Node, set[Value]] = defaultdict(set)
         for node in self.compute_nodes:
             if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
@@ -239,7 +244,11 @@ class BranchScheduler:
 
     @cached_property
     def _operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
-        """For each node the values that it reads and that one device has, each with a node of that device."""
+        """The values that each node reads from other nodes or states with a fixed device.
+
+        Each value comes with a node of its device: the node that computes it, or for a state the node that updates
+        it.
+        """
         users, at = self.graph.users(), {node: node for node in self.compute_nodes}
         for state in self.graph.states:
             new = self.graph.updates.get(state)
@@ -248,11 +257,11 @@ class BranchScheduler:
         return {node: [(s, at[s.node]) for s in node.inputs if s.node in at] for node in self.compute_nodes}
 
     def estimate_result_message_seconds(self, node: Node, sender: int = 0, receiver: int = 1) -> float:
-        """Return the seconds of a message with all results of a node."""
+        """Estimate the seconds of a message with all results of a node, between two devices."""
         return self.estimate_message_seconds(sum(spec.nbytes for spec in node.specs), sender, receiver)
 
     def estimate_message_seconds(self, nbytes: int, sender: int, receiver: int) -> float:
-        """Return the seconds of a message of `nbytes` bytes between two devices."""
+        """Estimate the seconds of a message of `nbytes` bytes between two devices."""
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
@@ -274,7 +283,7 @@ class _ListScheduler:
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:
-        """Place a cluster on the device with enough memory that can start it first, or on the device of its state."""
+        """Place a cluster on the device with enough memory that can start it first, or on its state's device."""
         leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
         states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
         fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
@@ -292,7 +301,7 @@ class _ListScheduler:
             self.device_by_state.setdefault(state, device)
 
     def _list_candidate_devices(self) -> list[int]:
-        """Return the devices in use, and the first idle device of each machine."""
+        """List the devices that may get the next cluster: devices in use, and the first idle device of each machine."""
         machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
         for device, free in enumerate(self.device_free_times):
@@ -303,7 +312,7 @@ class _ListScheduler:
         return devices
 
     def _compute_start(self, cluster: Cluster, device: int) -> float:
-        """Return the time at which a device is free and has all values that the cluster reads."""
+        """Compute the time at which a device can start a cluster: it is free and has all operands of the cluster."""
         start = self.device_free_times[device]
         for source in cluster.operand_reader_counts:
             arrival, sender = self.end_by_node[source], self.placement[source]
@@ -314,11 +323,11 @@ class _ListScheduler:
 
 
 def find_stored_leaves(node: Node) -> set[Value]:
-    """Return the weights and states that a node reads, directly or through views."""
+    """Find the weights and states that a node reads, directly or through views."""
     leaves = (find_viewed_node(source) for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 
 def sum_leaf_bytes(leaves: Iterable[Value]) -> int:
-    """Return the total bytes of weights and states."""
+    """Sum the bytes of weights and states."""
     return sum(leaf.spec.nbytes for leaf in leaves)

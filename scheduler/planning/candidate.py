@@ -32,7 +32,7 @@ PlanScorer = Callable[[Plan], tuple[float, str]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to plan: its kind, its device count, its estimates, and the function that builds its plan.
+    """A candidate of split mode `auto`: one way to plan, with its estimates, and the function that builds its plan.
 
     - `seconds`, `stored_bytes` and `missing_bytes` are estimates until `plan` is set. Then they are the values of the
       plan.
@@ -65,16 +65,17 @@ class Candidate:
     refine: Callable[[], Iterable[Candidate]] | None = None
 
     def has_same_bias_as(self, other: Candidate) -> bool:
-        """Return whether this candidate has no plan yet and its estimate has the same bias as the estimate of `other`.
+        """Return whether this candidate has no plan yet, and its estimate has the same bias as the estimate of `other`.
 
-        Estimates of pipelined runs are more optimistic with fewer stages.
+        Two estimates of the factor search have the same bias. Estimates of pipelined runs are more optimistic with
+        fewer stages.
         """
         if other.assumes_pipelining:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_correction(self, time_ratio: float) -> Candidate:
-        """Return the candidate with its estimate corrected by `time_ratio`, if its correction factor becomes smaller.
+        """Return the candidate with its estimate corrected by `time_ratio`, if that is below its correction factor.
 
         Args:
             time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
@@ -87,7 +88,7 @@ class Candidate:
         )
 
     def with_overlap_bound(self, seconds: float) -> Candidate:
-        """Return the candidate with an estimate of at most `seconds`, but not below its own lower bound.
+        """Return the candidate with its estimate capped by `seconds`, but not below the candidate's own lower bound.
 
         Args:
             seconds: The seconds of the plan of a similar candidate, in which collectives are overlapped.
@@ -95,7 +96,7 @@ class Candidate:
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
     def with_single_stage_bound(self, built_candidate: Candidate) -> Candidate:
-        """Return the candidate with an estimate of at least the seconds of the plan of a single such stage.
+        """Return the candidate with the seconds of a single-stage plan as lower bound of its estimate.
 
         A run without a successor goes through all stages in no less time than through one stage that has all layers.
         The bound holds if `built_candidate` has one stage with the same group sharding.
@@ -111,11 +112,11 @@ class Candidate:
 
     @property
     def is_sequential(self) -> bool:
-        """Whether the estimate assumes that stages run one after the other."""
+        """Whether the estimate assumes that several pipeline stages run one after the other, not at the same time."""
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
     def with_plan(self, scorer: PlanScorer) -> Candidate:
-        """Build the plan; return the candidate with the plan, and with its seconds and bytes in place of estimates."""
+        """Build the candidate's plan; return the candidate with the plan, and with the plan's seconds and bytes."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
         memory = plan.memory()
@@ -131,7 +132,7 @@ class Candidate:
         )
 
     def compute_penalised_seconds(self, single_device_bytes: float) -> float:
-        """Return the seconds with the penalties for more devices and for copies of weights and states.
+        """Compute the seconds with penalties for more devices and for copies of weights and states.
 
         Args:
             single_device_bytes: The bytes of weights and states that one device would store.
@@ -146,7 +147,7 @@ class Candidate:
         )
 
     def describe(self) -> str:
-        """Return the kind, the device count, the seconds and the bytes as one phrase."""
+        """Describe the candidate in one phrase: kind, device count, seconds and bytes."""
         about = "" if self.plan is not None else "about "
         short = f", {format_bytes(int(self.missing_bytes))} short" if self.missing_bytes else ""
         devices = f"{self.device_count} device{'s' if self.device_count > 1 else ''}"
@@ -156,19 +157,19 @@ class Candidate:
 
 
 def score_by_run_time(plan: Plan) -> tuple[float, str]:
-    """Return the predicted seconds of one run of a plan, and no phrase."""
+    """Score a plan by the predicted seconds of one run; return the seconds, and an empty phrase."""
     return plan.cost.total, ""
 
 
 def choose_best_plan(
     candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
 ) -> Plan:
-    """Return the plan of the candidate that fits, or misses fewest bytes, and has the lowest penalised seconds.
+    """Choose the best plan: of the candidate that fits, or misses fewest bytes, with the lowest penalised seconds.
 
-    The reasons of the plan list the rejected candidates. A plan is built only for the candidate with the best
-    estimate. The smallest correction factor that was found so far applies to the estimates. The search does not know
-    the overlap of collectives: after a plan with overlap, similar candidates may be as fast. A candidate is rejected
-    with the reason if its plan cannot be built.
+    A plan is built only for the candidate with the best estimate. The smallest correction factor that was found so
+    far applies to the estimates. The search does not know the overlap of collectives: after a plan with overlap,
+    similar candidates may be as fast. The reasons of the plan list the rejected candidates, also those without a
+    possible plan.
 
     Args:
         candidates: The candidates. The first one has its plan.
@@ -218,7 +219,7 @@ def choose_best_plan(
         ),
     ]
     notes += (
-        [f"left aside: {len(others) - len(listed_candidates)} ways like these"]
+        [f"left aside: {len(others) - len(listed_candidates)} similar candidates"]
         if len(others) > len(listed_candidates)
         else []
     )
@@ -229,7 +230,7 @@ def choose_best_plan(
 def _replace_refined(
     candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return `candidates` with `refined` in place of `replaced` and of unbuilt candidates of the same kind."""
+    """Replace a candidate, and unbuilt candidates of the same kind, by the refined candidates; return the new list."""
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
     known = {(candidate.kind, candidate.device_count) for candidate in fresh}
@@ -244,7 +245,7 @@ def _replace_refined(
 
 
 def _explain_rejection(other: Candidate, best: Candidate) -> str:
-    """Return the phrase that says why `other` was rejected in favour of `best`."""
+    """Explain in a phrase why `other` was rejected in favour of `best`."""
     if other.missing_bytes > best.missing_bytes:
         return "does not fit"
     gain = 1 - other.seconds / best.seconds if best.seconds else 0.0

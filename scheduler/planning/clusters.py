@@ -18,7 +18,7 @@ NodeSeconds = Callable[[Node], float]
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """Nodes that stay on one device, and the sum of their seconds.
+    """A cluster: nodes that stay on one device, because separate devices gain nothing, and the sum of their seconds.
 
     `operand_reader_counts` maps each node that the cluster reads from another cluster to the number of its readers
     here.
@@ -32,7 +32,7 @@ class Cluster:
 def find_clusters(
     nodes: Sequence[Node], node_seconds: Mapping[Node, float], message_seconds: NodeSeconds, latency: float
 ) -> list[Cluster]:
-    """Return the clusters of `nodes`; each follows the clusters that it reads.
+    """Find clusters of nodes that gain nothing from separate devices; each follows the clusters that it reads.
 
     A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of
     this reader, if that saves more than `latency`.
@@ -92,7 +92,7 @@ def find_clusters(
 
 
 def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seconds: float) -> Iterator[Cluster]:
-    """Yield consecutive parts of a cluster, each of at least `min_seconds` except the last one.
+    """Split a cluster into consecutive parts, each of at least `min_seconds` except the last one.
 
     Only one value passes from a part to the next.
     """
@@ -113,9 +113,12 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
 
 
 def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Return the clusters with the nodes that they read from other clusters, and the cluster of each node.
+    """Link clusters by their operands: record the nodes that each reads from other clusters.
 
     A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
+
+    Returns:
+        The clusters, and the cluster of each node.
     """
     owner: dict[Node, Cluster] = {}
     linked: list[Cluster] = []

@@ -28,22 +28,22 @@ class MemoryPool:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that the device plans need in total."""
+        """The bytes that all device plans in this memory need."""
         return sum(sum(device_plan.memory().values()) for device_plan in self.device_plans)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that do not fit into the memory; 0 if all fit."""
+        """The bytes that do not fit into the memory; 0 if all fit."""
         return max(0, self.needed_bytes - self.memory_bytes)
 
     def count_leaf_bytes(self, names: frozenset[str]) -> int:
-        """Return the stored bytes of the leaves with these names in this memory."""
+        """Count the stored bytes of the leaves with these names in this memory."""
         buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 
 
 def list_memory_pools(plan: Plan) -> list[MemoryPool]:
-    """Return the memories of a plan; devices that do not state their memory are left out."""
+    """List the memories of a plan's devices; devices that do not state their memory are left out."""
     groups: dict[str, list[Lane]] = {}
     for device_plan in plan.lanes:
         device = device_plan.device
@@ -60,12 +60,12 @@ def list_memory_pools(plan: Plan) -> list[MemoryPool]:
 
 
 def compute_missing_bytes(plan: Plan) -> int:
-    """Return the bytes of a plan that do not fit, summed over all memories; 0 if the plan fits."""
+    """Compute the bytes of a plan that do not fit, summed over all memories; 0 if the plan fits."""
     return sum(pool.missing_bytes for pool in list_memory_pools(plan))
 
 
 def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
-    """Return a message about the memory that lacks most bytes, with two remedies; None if all fits.
+    """Describe the memory that lacks most bytes, with two remedies; None if the plan fits.
 
     Args:
         plan: The plan.
@@ -100,7 +100,7 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
 
 
 def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
-    """Return the suggestion of the largest context that fits, or None if smaller caches are not enough."""
+    """Suggest the largest context that fits; None if smaller KV caches are not enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
@@ -115,7 +115,7 @@ def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int
 
 
 def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
-    """Return the suggestion of a number of equal devices on which the plan fits, or None.
+    """Suggest a number of equal devices on which the plan fits, or return None.
 
     Sharded or placed leaves become smaller on each device, other leaves do not.
     """
@@ -136,7 +136,7 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
-    """Return the suggestion of another split mode, if several devices have full copies or whole layers, or None."""
+    """Suggest another split mode if several devices have full copies or whole layers; None otherwise."""
     if len(plan.lanes) == 1:
         return None
     if not _is_partitioned(plan):
@@ -156,9 +156,10 @@ def _is_partitioned(plan: Plan) -> bool:
 
 
 def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
-    """Return the fitting plan with the smallest host share that bisection finds; None without a fitting plan.
+    """Choose the plan with the smallest host share that fits, by bisection; return None if that is impossible.
 
-    At most `MAX_OFFLOAD_PLANS` plans are built.
+    The host share is the share of weights and states that the host stores. At most `MAX_OFFLOAD_PLANS` plans are
+    built.
 
     Args:
         missing_share: The share of all weights and states that did not fit without the host.
@@ -178,6 +179,6 @@ def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[fl
 
 
 def compute_memory_proportions(devices: Sequence[Device]) -> list[float]:
-    """Return the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
+    """Compute the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

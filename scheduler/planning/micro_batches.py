@@ -22,7 +22,7 @@ from ..pipelining.stage_times import (
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """The sequence counts of the micro-batches, and the considered alternatives.
+    """The chosen micro-batches of a step, as sequence counts, and the considered alternatives.
 
     - `seconds_of_counts` has pairs: a micro-batch count, from 1 on, and the predicted seconds of a step of all
       sequences.
@@ -37,7 +37,7 @@ class MicroBatchChoice:
 
     @property
     def step_seconds(self) -> float:
-        """The predicted seconds of a step of all sequences."""
+        """The predicted seconds of a step of all sequences with the chosen micro-batches."""
         return dict(self.seconds_of_counts)[len(self.batch_sizes)]
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class MicroBatchChoice:
 
 
 def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
-    """Return the micro-batch counts to consider, descending: at most `stage_count`, halved repeatedly down to two."""
+    """List the micro-batch counts to consider, descending: at most `stage_count`, halved repeatedly down to two."""
     max_count = min(stage_count, sequence_count)
     return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 

@@ -56,7 +56,7 @@ FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 
 
 class PlanBuilder(ShardedPlanBuilder):
-    """One checked request of `plan_for_group`, and the methods that build plans for it.
+    """One checked request of `plan_for_group`, and the methods that build plans for it in each split mode.
 
     The methods `build_...` without arguments are the split modes.
     """
@@ -68,7 +68,7 @@ class PlanBuilder(ShardedPlanBuilder):
         choose_factors: FactorChooser | None,
         host: HostOffload | None,
     ) -> Plan:
-        """Return the unverified plan of the request, with host offload if it does not fit and a host is given.
+        """Build the unverified plan of the request, with host offload if it does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
@@ -92,10 +92,10 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_for_mode(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
     ) -> Plan:
-        """Return the plan of the split mode `mode`, with three exceptions.
+        """Build the plan for a split mode, with three exceptions.
 
-        1. With `earlier_plan`, return a plan with its layout.
-        2. With one device and no placement rules, return the plan of one device.
+        1. With `earlier_plan`, build a plan with its layout.
+        2. With one device and no placement rules, build the plan of one device.
         3. With `choose_factors`, shard the factors that this function of the caller returns.
         """
         if earlier_plan is not None:
@@ -112,7 +112,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return mode(self)
 
     def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
-        """Return the plan over weights and states with the layouts of an earlier plan.
+        """Build the plan with the weight and state layouts of an earlier plan.
 
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
@@ -128,7 +128,7 @@ class PlanBuilder(ShardedPlanBuilder):
         stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placement_from_layouts(self.graph, earlier_plan.leaves)
-            base = {n: Pin(d, "its weights lie there, or what it reads is made there") for n, d in where.items()}
+            base = {n: Pin(d, "its weights or its operands are on this device") for n, d in where.items()}
             return self._build_pinned(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
             )
@@ -156,7 +156,7 @@ class PlanBuilder(ShardedPlanBuilder):
                 return plan
 
     def build_on_first_device(self) -> Plan:
-        """Return the plan on the first device; only nodes that must run elsewhere use other devices.
+        """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
         Devices without work are left out.
         """
@@ -168,10 +168,10 @@ class PlanBuilder(ShardedPlanBuilder):
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
         }
-        return self._build_pinned(base, trim=True)
+        return self._build_pinned(base, omits_idle_devices=True)
 
     def build_unsharded(self, *reasons: str) -> Plan:
-        """Return the plan of one device, without factors, which take most of the time for a large graph.
+        """Build the plan for a single device, without the search for factors, which takes long for a large graph.
 
         Args:
             reasons: The reasons of the plan, as text for `explain`.
@@ -200,7 +200,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._assemble_plan(self._require_supported(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
-        """Return the layer split by the tensor split or by device memory.
+        """Build the layer split: each device gets consecutive layers, by the tensor split or by its memory.
 
         With a workload, equal memories and no tensor split, the stages are balanced for this workload.
         """
@@ -212,13 +212,13 @@ class PlanBuilder(ShardedPlanBuilder):
         )
 
     def _build_layers_by_shares(
-        self, proportions: Sequence[float], *, trim: bool = False, last_device_reason: str = ""
+        self, proportions: Sequence[float], *, omits_idle_devices: bool = False, last_device_reason: str = ""
     ) -> Plan:
-        """Return the layer split with these proportions of the weights and states.
+        """Build the layer split with these proportions of the weights and states.
 
         Args:
             proportions: The proportion of each device.
-            trim: Whether devices without work are left out.
+            omits_idle_devices: Whether devices without work are left out.
             last_device_reason: The reason that `explain` gives for the nodes of the last device.
         """
         where = split_layers(self.graph, proportions, self.user_pins)
@@ -226,15 +226,17 @@ class PlanBuilder(ShardedPlanBuilder):
             f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
         ]
         because[-1] = last_device_reason or because[-1]
-        return self._build_pinned({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
+        return self._build_pinned(
+            {n: Pin(d, because[d]) for n, d in where.items()}, omits_idle_devices=omits_idle_devices
+        )
 
     def build_branches(self, schedule: BranchSchedule) -> Plan:
-        """Return the plan of independent branches on different devices."""
+        """Build the plan of a branch schedule, which runs independent branches of the graph on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
-        return self._build_pinned(pins, trim=True, order=schedule.order)
+        return self._build_pinned(pins, omits_idle_devices=True, order=schedule.order)
 
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
-        """Return a layer split with the host as one more device for leaves that do not fit.
+        """Build a layer split with the host as one more device for leaves that do not fit.
 
         With `uses_single_device` only the first device and the host have work. Returns None if the host is already in
         the group.
@@ -251,10 +253,12 @@ class PlanBuilder(ShardedPlanBuilder):
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            plan = wider._build_layers_by_shares([*rest, share], trim=uses_single_device, last_device_reason=why)
+            plan = wider._build_layers_by_shares(
+                [*rest, share], omits_idle_devices=uses_single_device, last_device_reason=why
+            )
             return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
-        first = self._build_layers_by_shares(shares, trim=uses_single_device)
+        first = self._build_layers_by_shares(shares, omits_idle_devices=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
             choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
@@ -267,15 +271,15 @@ class PlanBuilder(ShardedPlanBuilder):
         base_pins: Mapping[Node, Pin],
         fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
         *,
-        trim: bool = False,
+        omits_idle_devices: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Return the plan in which each node runs on the device of its pin; user pins take precedence.
+        """Build the plan in which each node runs on the device of its pin; user pins take precedence.
 
         Args:
             base_pins: A pin for each node.
             fixed_values: Weights and states with a device from an earlier plan.
-            trim: Whether devices without work are left out.
+            omits_idle_devices: Whether devices without work are left out.
             order: The nodes that compute, in order.
         """
 
@@ -285,7 +289,7 @@ class PlanBuilder(ShardedPlanBuilder):
             return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
         where, sharded = self._pin_until_supported(self.user_pins, build)
-        if not trim:
+        if not omits_idle_devices:
             return self._assemble_plan(sharded, frozenset(), (), where)
         named_devices = {device for _, device in self.placement_rules}
         used = sorted(
@@ -301,15 +305,20 @@ class PlanBuilder(ShardedPlanBuilder):
         return few._assemble_plan(placed, frozenset(), (), where)
 
     def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
-        """Return the plan in which these factors are sharded where possible; `reason` is shown by `explain`."""
+        """Build the plan in which the chosen factors are sharded where possible.
+
+        Args:
+            chosen_factors: The factors (shardable indices of the graph) to shard.
+            reason: The reason of the choice, which `explain` shows.
+        """
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Return the plan with tensor parallelism wherever kernels get shorter."""
+        """Build the plan with tensor parallelism wherever kernels get shorter."""
         return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
-        """Return the hybrid split: layers over device groups, with tensor parallelism inside each group."""
+        """Build the hybrid split: layers over device groups, with tensor parallelism inside each group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_with_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
@@ -317,13 +326,13 @@ class PlanBuilder(ShardedPlanBuilder):
 
     @property
     def devices_per_machine(self) -> int:
-        """The device count of each machine; 0 if one machine has all devices or the count is unknown."""
+        """The number of devices in each machine; 0 if one machine has all devices or the number is unknown."""
         ranks = [device.rank for _, device in self.group]
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
     def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
-        """Return the hybrid split over these device groups.
+        """Build the hybrid split over these device groups: one pipeline stage for each group.
 
         Args:
             groups: The devices of each pipeline stage.
@@ -355,7 +364,15 @@ class PlanBuilder(ShardedPlanBuilder):
         reasons: tuple[str, ...],
         earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Return the plan of a graph in pipeline stages, each sharded within its device group."""
+        """Build the plan of a graph in pipeline stages, each sharded within its device group.
+
+        Args:
+            stage_by_node: The stage of each node.
+            groups: The devices of each stage.
+            sharded_factors: The factors to shard.
+            reasons: The reasons of the plan, as text for `explain`.
+            earlier_layouts: Layouts of weights and states from an earlier plan.
+        """
 
         def partition_groups(chunks: OverlapChunks = SINGLE_CHUNK) -> HybridGraphs:
             return partition_hybrid(
@@ -402,7 +419,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_over_layout_of(self, plan: Plan, graph: Graph) -> Plan:
-        """Return the unverified plan of `graph` over the weights and states of `plan`."""
+        """Build the unverified plan of another graph with the weight and state layouts of `plan`."""
         if graph is self.graph:
             return plan
         return PlanBuilder(

@@ -33,16 +33,17 @@ CALIBRATED_VISIBLE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """The token counts of the chunks, in order, and the predicted seconds of all chunks."""
+    """The chunks of a prompt: their token counts, in order, and the predicted seconds of all chunks."""
 
     chunk_sizes: tuple[int, ...]
     seconds: float
 
 
 class ChunkTimeModel:
-    """A model of the seconds of a run on each pipeline stage, from four plans.
+    """A model of the time of a prefill chunk on each pipeline stage, interpolated from four plans.
 
-    The plans have few or many tokens, and few or many cells. Between them, the time is bilinear in tokens and cells.
+    The plans have few or many tokens, and few or many cells of the KV cache. Between them, the time is bilinear in
+    tokens and cells.
 
     Args:
         plan_of: Returns the plan of a run with a token count and a cell count.
@@ -66,7 +67,7 @@ class ChunkTimeModel:
         ]
 
     def _compute_interpolation_terms(self, token_count: int, end_token: int) -> tuple[float, float]:
-        """Return the relative positions of a run between few and many tokens, and between few and many cells.
+        """Compute the position of a run relative to the four plans: in tokens and in cells, 0 for few, 1 for many.
 
         The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the
         run, and on average half of the cells of the run.
@@ -75,7 +76,7 @@ class ChunkTimeModel:
         return (token_count - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
 
     def predict_stage_times(self, token_count: int, end_token: int) -> list[StageTime]:
-        """Return the stage times of a run of `token_count` tokens that ends at sequence length `end_token`."""
+        """Predict the time of each stage for a run of `token_count` tokens that ends at sequence length `end_token`."""
         m, n = self._compute_interpolation_terms(token_count, end_token)
         message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
@@ -84,22 +85,33 @@ class ChunkTimeModel:
         return [*map(StageTime, message_seconds, work)]
 
     def predict_slowest_stage_seconds(self, token_count: int, end_token: int) -> float:
-        """Return the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
+        """Predict the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
         m, n = self._compute_interpolation_terms(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
 
 def _compute_bilinear_coefficients(
-    few: float, more: float, few_longer: float, more_longer: float
+    few_tokens_few_cells: float,
+    many_tokens_few_cells: float,
+    few_tokens_many_cells: float,
+    many_tokens_many_cells: float,
 ) -> tuple[float, float, float, float]:
-    """Return the coefficients of 1, x, y and x * y of the bilinear function with these four corner values."""
-    return few, more - few, few_longer - few, more_longer - few_longer - more + few
+    """Compute the coefficients of 1, x, y and x * y of the bilinear function with these values at four corners.
+
+    The corners are few or many tokens (x), and few or many cells (y).
+    """
+    return (
+        few_tokens_few_cells,
+        many_tokens_few_cells - few_tokens_few_cells,
+        few_tokens_many_cells - few_tokens_few_cells,
+        many_tokens_many_cells - few_tokens_many_cells - many_tokens_few_cells + few_tokens_few_cells,
+    )
 
 
 def choose_prefill_chunks(
     token_count: int, past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> PrefillChunks:
-    """Split a prompt into the fewest chunks that are near the shortest predicted time.
+    """Choose the prefill chunks of a prompt: the fewest chunks that are near the shortest predicted time.
 
     Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk
     of each size at the beginning and at the end of the prompt.
@@ -130,7 +142,10 @@ def choose_prefill_chunks(
 def _split_within_time(
     max_seconds: float, past_tokens: int, end_token: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> tuple[int, ...]:
-    """Return the largest chunks that take at most `max_seconds` each; a chunk of the smallest size may take longer."""
+    """Split a prompt into the largest chunks that take at most `max_seconds` each on the slowest stage.
+
+    A chunk of the smallest size may take longer.
+    """
     chunk_sizes: list[int] = []
     while past_tokens < end_token:
         fitting = bisect_right(
@@ -146,7 +161,7 @@ def _split_within_time(
 def compute_pipelined_seconds(
     chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
-    """Return the seconds from the start until the last stage has computed the last chunk.
+    """Compute the seconds of a prompt's prefill in pipelined chunks, until the last stage has the last chunk.
 
     Args:
         chunk_sizes: The token counts of the chunks.
@@ -164,5 +179,5 @@ def compute_pipelined_seconds(
 
 
 def round_up_to_chunk_size(token_count: int, allowed_sizes: Sequence[int]) -> int:
-    """Return the smallest allowed size of at least `token_count` tokens."""
+    """Round a token count up to the smallest allowed chunk size that is large enough."""
     return allowed_sizes[bisect_left(allowed_sizes, token_count)]

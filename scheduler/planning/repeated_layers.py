@@ -1,8 +1,9 @@
 """Plans of graphs with repeated layers, built from a shortened graph.
 
-The shard ranges of the devices recur after some repetitions, so a device has few kinds of repetitions. Each kind is
-partitioned, lowered and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the
-device plans of the short graph at the first access.
+A repetition is one repeated layer of the user's deep graph. The short graph keeps one repetition of each kind. The
+shard ranges of the devices recur after some repetitions, so a device has few kinds. Each kind is partitioned, lowered
+and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the device plans of the
+short graph at the first access.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ The smallest number within the deviation is taken, else the largest number.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedPlan:
-    """The parts of a plan for a graph with repeated layers: device plans and the layouts of leaves and outputs.
+    """A plan's parts for a graph with repeated layers: device plans, and the layouts of leaves and outputs.
 
-    `build_with_chunks(chunks)` returns the same parts with overlap chunks, or None if chunks cannot be repeated. It is
-    None if the sums over devices have too few tokens.
+    `build_with_chunks(chunks)` returns the same parts with overlap chunks, or None if chunks cannot be repeated. It
+    is None if the sums over devices have too few tokens.
     """
 
     device_plans: tuple[Lane, ...]
@@ -65,12 +66,12 @@ def plan_repeated_layers(
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
-    """Plan a graph with repeated layers from a shortened graph; return None if that is impossible or saves too little.
+    """Plan the repeated layers of a graph once, in a shortened graph; None if that is impossible or saves little.
 
     It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
 
     Args:
-        graph: The deep graph.
+        graph: The deep graph, with all layers.
         repeated_layers: The repeated layers of `graph`.
         group: The devices.
         sharded_factors: The sharded factors, listed at every leaf that has them.
@@ -103,7 +104,7 @@ def plan_repeated_layers(
 
 
 class _ShortSharding:
-    """A short graph with the factors that are sharded over a device group.
+    """The sharding of a shortened graph, which has few repeated layers, over a device group.
 
     Args:
         shortened: The short graph, the deep graph and their repetitions.
@@ -130,13 +131,16 @@ class _ShortSharding:
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
-        """The shard ranges of the factors of the short graph."""
+        """The index ranges that each device has of the short graph's sharded factors."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
     def with_kind_count(self, kind_count: int) -> _ShortSharding | None:
-        """Return the same sharding with another number of kinds of repetitions; None without such a short graph."""
+        """Return the same sharding of a short graph with `kind_count` kinds of repetitions, or None.
+
+        None means that the repeated layers have no such short graph, or that its repetitions are sharded differently.
+        """
         return (
             self
             if kind_count == self.shortened_graph.short_count
@@ -154,28 +158,28 @@ class _ShortSharding:
 
     @property
     def device_kind_count(self) -> int:
-        """The number of kinds of devices, by the sizes of their shard ranges."""
+        """The number of distinct devices: devices with shard ranges of equal sizes count once."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
     def sequence_parallel_options(self) -> SequenceParallelChooser:
-        """The choice of replicated or sharded rows for the short graph."""
+        """The chooser between replicated and sharded rows for the short graph."""
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The assignment of the short graph with replicated rows."""
+        """The sharding assignment of the short graph with replicated rows."""
         return self.sequence_parallel_options.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
-        """Return the short graphs of all devices for an assignment."""
+        """Partition the short graph over all devices, by a sharding assignment."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
-        """Return the plan of the deep graph from the short graphs of all devices.
+        """Build the plan of the deep graph with all layers from the short graphs of all devices.
 
         None if a device does not support a node, or if its repetitions cannot be repeated.
         """
@@ -197,7 +201,7 @@ class _ShortSharding:
         return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
     def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
-        """Return the plan with overlap chunks; None if chunks cannot be repeated.
+        """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
         The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
         does the same with the first one, because before it no sum may have been reduce-scattered yet.
@@ -238,7 +242,7 @@ class _ShortSharding:
 
 
 def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
-    """Plan the short graph and return the plan of the deep graph; None if that saves too few nodes."""
+    """Plan the deep graph with all layers by a plan of its short graph; None if that saves too few nodes."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
@@ -260,7 +264,7 @@ def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
 
 
 def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
-    """Return the sharded factors in terms of the short graph; None if repetitions are sharded differently."""
+    """Map the sharded factors of the deep graph to the short graph; None if repetitions are sharded differently."""
     number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in sharded_factors:
@@ -279,7 +283,7 @@ def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFac
 
 
 def _choose_kind_count(short_sharding: _ShortSharding) -> int:
-    """Return the number of repetition kinds over which the rounding of shard ranges evens out."""
+    """Choose the number of kinds of repeated layers in the short graph that evens out rounded shard ranges."""
     inner = frozenset(
         sharded_factor
         for sharded_factor in short_sharding.short_sharded_factors
@@ -307,7 +311,7 @@ def _choose_kind_count(short_sharding: _ShortSharding) -> int:
 
 
 def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
-    """Return whether carried values have the same layouts before all repetitions and after each repetition."""
+    """Return whether values carried from layer to layer have equal layouts before all layers and after each."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
         [shortened.short_nodes[first + place] for first in firsts]
@@ -320,7 +324,7 @@ def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignme
 
 
 def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
-    """Return whether repetitions of the instructions of a device may follow each other in any order.
+    """Return whether a device can execute its repeated layers (repetitions) in any order, as unrolling requires.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
@@ -349,7 +353,7 @@ def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """Yield the values that a repetition reads of the one before it, each as the value that owns its memory."""
+    """List the values that a repeated layer reads from the layer before it, each as the value that owns its memory."""
     for node in graph.nodes:
         for source in node.inputs:
             base = _find_memory_owner(source)
@@ -358,7 +362,7 @@ def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -
 
 
 def _find_memory_owner(value: Value) -> Value:
-    """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
+    """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
     node: Node = value.node
     while not node.is_leaf and op_of(node).is_view:
         value = node.inputs[0]

@@ -1,4 +1,7 @@
-"""Plans with sharded factors: from a factor choice to the graphs of all devices, with pins and overlap chunks."""
+"""Plans with sharded factors: from a factor choice to the graphs of all devices, with pins and overlap chunks.
+
+A factor is an index of the graph that a plan can shard. A pin is a node that only one device may compute.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ from .workload import Workload
 
 
 class ShardedPlanBuilder:
-    """One checked request of the planner, and the plan in which the factors of a choice are sharded.
+    """Builds sharded plans for one checked request of the planner: the chosen factors are divided over the devices.
 
     - `earlier_layouts`: the layouts of an earlier plan over the same weights and states.
     - `user_pins`: the pins of the placement rules.
@@ -83,21 +86,21 @@ class ShardedPlanBuilder:
 
     @cached_property
     def factor_search(self) -> FactorSearch:
-        """The factor search of the graph."""
+        """The search for the best factors of the graph to shard."""
         return FactorSearch(self.graph, Factors(self.graph))
 
     @cached_property
     def repeated_layers(self) -> RepeatedRuns | None:
-        """The repeated layers of the graph, if it has any."""
+        """The repeated layers of the graph; None without any."""
         return find_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:
-        """The factors of the graph."""
+        """The factors of the graph: its shardable indices."""
         return self.factor_search.factors
 
     def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
-        """Return the plan in which the chosen factors are sharded, except at pinned nodes and leaves.
+        """Build the plan in which the chosen factors are sharded, except at pinned nodes and leaves.
 
         Args:
             choice: The factors to shard, and the alternatives as reasons.
@@ -131,7 +134,7 @@ class ShardedPlanBuilder:
 
         def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
             cuts = list_factor_positions(self.graph, self.factors, choice.factors, sharded.leaves)
-            note = ("what is placed on one device was left aside in choosing cuts",) if where and cuts else ()
+            note = ("the factor search ignored nodes that are pinned to one device",) if where and cuts else ()
             return self._assemble_plan(
                 sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
             )
@@ -163,7 +166,7 @@ class ShardedPlanBuilder:
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
     ) -> Plan | None:
-        """Return the plan of a graph with repeated layers from a shortened graph; None if that is impossible.
+        """Build the plan of a graph with repeated layers from a shortened graph; None if that is impossible.
 
         Pins or differences between repetitions make it impossible.
         """
@@ -198,7 +201,7 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Return the graphs that `build` builds for enough pins that every device supports its nodes.
+        """Pin nodes to other devices until every device supports its nodes; return the pins and the graphs.
 
         Args:
             pins: The pins so far.
@@ -212,7 +215,10 @@ class ShardedPlanBuilder:
             pins.update(pin_unsupported_nodes(found, where, self.group))
 
     def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
-        """Return `partitioned_graphs`; raise `PlanError` for the first node that its device does not support."""
+        """Require that each device supports its nodes; raise `PlanError` with the first unsupported node.
+
+        Returns `partitioned_graphs` unchanged.
+        """
         for found in find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
             raise PlanError(f"{found.local_node!r} cannot run on {self.device_names[found.device]}: {found.reason}")
         return partitioned_graphs
@@ -224,7 +230,7 @@ class ShardedPlanBuilder:
         reasons: tuple[str, ...],
         pins: Mapping[Node, Pin],
     ) -> Plan:
-        """Lower the graphs of all devices and return the plan."""
+        """Assemble the plan: lower the graphs of all devices, and add layouts, reasons and pins."""
         device_plans = build_device_plans(partitioned_graphs.graphs, self.group)
         placed = list_pinned_nodes(self.graph, pins)
         shares = tuple(self.tensor_split)
@@ -244,7 +250,7 @@ class ShardedPlanBuilder:
 def choose_plan_with_overlap_chunks(
     unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]
 ) -> Plan:
-    """Return the fastest of `unchunked_plan` and the plans with overlap chunks that `build_with_chunks` returns.
+    """Choose the fastest plan: `unchunked_plan`, or a plan with overlap chunks from `build_with_chunks`.
 
     A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough
     unoverlapped collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap:

@@ -25,7 +25,7 @@ PlanForRun = Callable[[int, int], Plan]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload: `sequence_count` sequences, each with a prompt and with new tokens.
+    """A workload for which a layout is chosen: `sequence_count` sequences, each with a prompt and new tokens.
 
     `build_graph(sequences, tokens)` returns the graph of a run in which each of `sequences` sequences gets `tokens`
     tokens. `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
@@ -54,7 +54,7 @@ class Workload:
     def score_plans(
         self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
     ) -> tuple[float, str]:
-        """Return the predicted seconds of the workload with plans of one layout, and a phrase about pipelined runs.
+        """Score the plans of one layout: return the seconds of the workload, and a phrase about pipelined runs.
 
         Args:
             plan_of: Returns the plan of a run.
@@ -68,7 +68,7 @@ class Workload:
         return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
     def _estimate_prefill(self, plan_of: PlanForRun) -> tuple[float, int]:
-        """Return the seconds of one prompt, and the number of its prefill chunks."""
+        """Estimate the seconds of one prompt's prefill; return them with the number of prefill chunks."""
         step = plan_of(self.sequence_count, 1)
         if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
             ends = (self.chunk_sizes[0], self.chunk_sizes[-1])
@@ -82,14 +82,17 @@ class Workload:
 
 
 class OptimisticEstimate:
-    """Estimates of the time of a workload without a plan, rather too low, from the times of nodes on one device."""
+    """Estimates the time of a workload before a plan exists, from the times of nodes on one device.
+
+    The estimates are rather too low.
+    """
 
     def __init__(self, workload: Workload, hardware: Hardware) -> None:
         self.workload, self.hardware = workload, hardware
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
     def estimate_candidate(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
-        """Return the candidate with estimates for the workload instead of estimates for one run.
+        """Estimate a candidate for the workload: return it with these estimates instead of estimates for one run.
 
         The devices of a group share all work of a prompt except launches.
 
@@ -139,12 +142,12 @@ class OptimisticEstimate:
         )
 
     def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
-        """Return the micro-batch count with the lowest estimate, as a list of one; empty if no count is considered."""
+        """Choose the micro-batch count with the lowest estimate, as a list of one; empty if no count is considered."""
         counts = list_micro_batch_counts(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
     def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:
-        """Return the seconds of a step of all sequences in micro-batches through stages of one device each."""
+        """Estimate the seconds of a step of all sequences, in micro-batches through stages of one device each."""
         return (
             micro_batch_count
             * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batch_count), 1)
@@ -152,7 +155,7 @@ class OptimisticEstimate:
         )
 
     def _estimate_prefill_seconds(self, stage_count: int, device_count: int) -> float:
-        """Return the seconds of a prompt, as one run or in prefill chunks, including the filling of the pipeline.
+        """Estimate the seconds of a prompt, as one run or in pipelined prefill chunks.
 
         Args:
             stage_count: The number of pipeline stages.
@@ -169,7 +172,7 @@ class OptimisticEstimate:
         )
 
     def _estimate_run_seconds(self, sequence_count: int, token_count: int, device_count: int = 1) -> float:
-        """Return the seconds of a run on `device_count` devices: they share the work, but each launches all kernels."""
+        """Estimate the seconds of a run on `device_count` devices that share the work; each launches all kernels."""
         if (sequence_count, token_count) not in self._seconds_by_run:
             done = AssignmentCost(
                 self.workload.build_graph(sequence_count, token_count), 1, self.hardware

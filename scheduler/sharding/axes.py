@@ -1,6 +1,7 @@
 """The arithmetic of axes: an axis is a list of segments, and a segment is a product of factors, outer first.
 
-`unify_axes` makes two axes the same index in three steps:
+A factor is an index of the graph that a plan can shard, such as the KV heads. A segment is one part of a concatenated
+axis, such as q|k|v. `unify_axes` makes two axes the same index in three steps:
 
 1. Merge factors of one size.
 2. Split a larger factor if a smaller one divides it.
@@ -24,10 +25,11 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """An index of the graph of `size` values, which may occur in several axes; compare factors by their `root`.
+    """A shardable index of the graph with `size` values, which may occur in several axes, such as the attention heads.
 
-    This is a union-find structure. A factor that was merged into another one has it in `up`. A factor that was split
-    into a product has `parts`, and a factor that was split into a concatenation has `segments`.
+    This is a union-find structure; compare factors by their root. A factor that was merged into another one has it in
+    `up`. A factor that was split into a product has `parts`, and a factor that was split into a concatenation has
+    `segments`.
     """
 
     __slots__ = ("blocked", "parts", "segments", "size", "up")
@@ -40,7 +42,7 @@ class Factor:
         self.segments: tuple[Factor, Factor] | None = None  # of a concatenation
 
     def root(self) -> Factor:
-        """Return the factor into which this one was merged, or the factor itself."""
+        """Find the root in the union-find tree: the factor into which this factor was merged, or the factor itself."""
         factor = self
         while factor.up is not None:
             factor = factor.up
@@ -60,7 +62,7 @@ Axis = tuple[Segment, ...]
 
 
 def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """Return the root factors of a product, outer first; a factor that was split is replaced by its parts."""
+    """List the root factors of a product, outer first; a factor that was split is replaced by its parts."""
     product: list[Factor] = []
     for factor in segment:
         root = factor.root()
@@ -69,8 +71,9 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
 
 
 def list_segments(axis: Axis) -> list[list[Factor]]:
-    """Return the segments of an axis as lists of root factors; a concatenation in the outermost factor gives a segment
-    per part.
+    """List the segments of an axis, each as a list of root factors.
+
+    An outermost factor that was split into a concatenation gives one segment for each part.
     """
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
@@ -84,12 +87,12 @@ def list_segments(axis: Axis) -> list[list[Factor]]:
 
 
 def compute_product_size(product: Iterable[Factor]) -> int:
-    """Return the product of the sizes of factors."""
+    """Compute the product of the sizes of factors."""
     return math.prod(f.size for f in product)
 
 
 def forbid_sharding(factors: Iterable[Factor]) -> None:
-    """Mark factors as blocked, so that no plan shards them; two views of one axis disagree about them."""
+    """Forbid sharding of factors, because two views of one axis disagree about them."""
     ahead = list_root_factors(factors)
     while ahead:
         factor = ahead.pop()
@@ -99,7 +102,7 @@ def forbid_sharding(factors: Iterable[Factor]) -> None:
 
 
 def forbid_axis_sharding(axis: Axis) -> None:
-    """Mark all factors of an axis as blocked, so that no plan shards them."""
+    """Forbid sharding of all factors of an axis."""
     for segment in axis:
         forbid_sharding(segment)
 
@@ -122,9 +125,9 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
 
 
 def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
-    """Unify two products of factors of equal total size, outer first.
+    """Unify two products of factors of equal total size, factor by factor, outer first.
 
-    A larger factor is split if the smaller one divides it. Otherwise the remaining factors are blocked.
+    A larger factor is split if the smaller one divides it. Otherwise sharding of the remaining factors is forbidden.
     """
     left, right, i = list_root_factors(product), list_root_factors(other_product), 0
     while i < min(len(left), len(right)):
@@ -143,9 +146,9 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
 
 
 def split_segment(segment: Sequence[Factor], entry: int) -> bool:
-    """Split a segment in two before entry `entry`; block its factors and return False if that is impossible.
+    """Split a segment in two before entry `entry`; return whether that is possible.
 
-    The outermost factor must have a boundary at this entry.
+    The outermost factor must have a boundary at this entry. Otherwise sharding of the segment's factors is forbidden.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -157,7 +160,7 @@ def split_segment(segment: Sequence[Factor], entry: int) -> bool:
 
 
 def find_segment_bounds(axis: Axis) -> list[int]:
-    """Return the first entry of each segment of an axis, and the size of the axis."""
+    """Find the bounds of the segments of an axis: the first entry of each segment, and the size of the axis."""
     at = [0]
     for product in list_segments(axis):
         at.append(at[-1] + compute_product_size(product))
@@ -165,7 +168,7 @@ def find_segment_bounds(axis: Axis) -> list[int]:
 
 
 def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
-    """Split an axis so that segments begin at these entries; return False if one split is impossible."""
+    """Split an axis at the given entries, so that segments begin there; return False if one split is impossible."""
     for point in first_entries:
         found = _find_segment_around(axis, point)
         if found is not None and not split_segment(*found):
@@ -174,7 +177,7 @@ def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
 
 
 def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
-    """Return the segment with entries on both sides of `entry`, and the offset in it; None at a segment boundary."""
+    """Find the segment with entries on both sides of `entry`, and the offset of `entry` in it; None at a boundary."""
     before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
         product = list_root_factors(ahead.pop())
@@ -189,7 +192,7 @@ def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | N
 
 
 def unify_axes(axis: Axis, other_axis: Axis) -> None:
-    """Make two axes of one size the same index, or block their factors if that is impossible."""
+    """Unify two axes of one size: make them the same index, or forbid sharding of their factors."""
     for _ in range(4):  # a split may change both axes, as they share factors
         if find_segment_bounds(axis) == find_segment_bounds(other_axis):
             break
@@ -204,7 +207,7 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Return the factors that occur in two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
+    """Find the factors that occur in two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
         own = set[Factor]()
@@ -218,12 +221,17 @@ def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Fac
 
 
 def make_axis(size: int, blocked: bool = False) -> Axis:
-    """Return an axis of one segment that is one new factor."""
+    """Make an axis of one segment with one new factor of this size.
+
+    Args:
+        size: The number of entries.
+        blocked: Whether sharding of the factor is forbidden.
+    """
     return ((Factor(size, blocked),),)
 
 
 def multiply_axes(axes: Sequence[Axis]) -> Axis | None:
-    """Return the product of axes as one axis, outer first; None if an inner axis has several segments.
+    """Multiply axes into one product axis, outer first; return None if an inner axis has several segments.
 
     A product of factors cannot express a concatenation inside another index.
     """

@@ -18,7 +18,7 @@ from .propagation import LayoutConversion, ShardingAssignment
 
 
 class AssignmentCost:
-    """Predicts the time of one run over equal devices, for any number of assignments of one graph.
+    """Estimates the time of one run over equal devices, for any number of sharding assignments of one graph.
 
     Args:
         graph: The graph.
@@ -41,7 +41,7 @@ class AssignmentCost:
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
     def estimate_run_time(self, assignment: ShardingAssignment) -> Estimate:
-        """Return the predicted time of one run; early sums are used where they cost no more."""
+        """Estimate the time of one run; partial sums are reduced early where that costs no more."""
         times, compute = (
             self.node_multiplicity,
             sum(self._compute_all_seconds_and_bytes(assignment)[: len(self.node_work)]),
@@ -57,15 +57,15 @@ class AssignmentCost:
         return Estimate(compute, seconds, count)
 
     def _estimate_seconds_of_all_copies(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of the collective of a conversion, for all original nodes that its node stands for."""
+        """Estimate the seconds of a conversion's collective, for all original layers that its node stands for."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
-        """Return the bytes of weights and states on the device that has most of them."""
+        """Compute the bytes of weights and states on the device that stores most of them."""
         return sum(self._compute_all_seconds_and_bytes(assignment)[len(self.node_work) :])
 
     def _compute_all_seconds_and_bytes(self, assignment: ShardingAssignment) -> list[float]:
-        """Return the seconds of each node, then the bytes of each weight and state.
+        """Compute the seconds of each node, then the bytes of each weight and state, as one list.
 
         Costs of nodes that are as in the base assignment are taken from there.
         """
@@ -81,7 +81,7 @@ class AssignmentCost:
         return each
 
     def _compute_node_seconds_or_leaf_bytes(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Return the seconds of a node, or the bytes of a weight or state on the device that has most of it."""
+        """Compute the seconds of a node, or for a weight or state the bytes on the device that has most of it."""
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
         layout = assignment.produced_layouts[node.results[0]]
@@ -90,7 +90,7 @@ class AssignmentCost:
         return self.node_multiplicity.get(node, 1) * node.specs[0].nbytes * share
 
     def estimate_node_seconds(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Return the seconds of the kernels of `node` on the device with the largest shard."""
+        """Estimate the seconds of the kernels of `node` on the device with the largest shard."""
         work = self.node_work[node]
         by = assignment.node_layouts[node]
         if isinstance(by, FactorShard):
@@ -112,7 +112,7 @@ class AssignmentCost:
         return self.hardware.compute_seconds(*work)
 
     def estimate_conversion_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
+        """Estimate the seconds of the collective of a layout conversion; 0 if no bytes are sent."""
         if conversion.needs_no_communication or self.device_count == 1:
             return 0.0
         collective = choose_conversion_collective(conversion)
@@ -124,16 +124,16 @@ class AssignmentCost:
 
 
 def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int]:
-    """Return the op of the collective that prices a conversion, and the bytes of the whole value.
+    """Choose the collective that stands for a conversion in cost estimates; return its op and the value's bytes.
 
-    It is an all-reduce for a sum that ends whole. All other conversions are priced as an all-gather.
+    A sum that ends whole costs an all-reduce. All other conversions cost an all-gather.
     """
     is_all_reduce = conversion.source_layout.is_partial and not isinstance(conversion.target_layout, FactorShard)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
 def _estimate_device_bytes(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
-    """Return the bytes that a device with a shard reads and writes.
+    """Estimate the bytes that a device with a shard reads and writes.
 
     Args:
         total_bytes: The bytes of all operands and results on one device without sharding.

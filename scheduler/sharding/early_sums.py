@@ -1,7 +1,8 @@
 """Early sums: one all-reduce for a partial sum, in place of one for each of several values that are computed from it.
 
-A partial sum passes through views and other linear ops, and a collective completes it where a reader needs all of it.
-Three slices would need three all-reduces. One all-reduce before the slices moves the same bytes with one latency.
+A partial sum passes through views and other linear ops. A collective completes the sum where a reader needs all
+terms. Three slices of a partial sum would need three all-reduces. One all-reduce before the slices moves the same
+bytes with one latency.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def find_early_sums(
     estimate_seconds: Callable[[LayoutConversion], float],
     row_factor: Factor | None = None,
 ) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Return the early sums that cost no more than the sums that they replace, each with the replaced sums.
+    """Find partial sums that should be reduced early: one all-reduce replaces several later ones at no higher cost.
 
     Considered are sums to whole values, and sums scattered by `row_factor`. If a sum replaces another one of the
     list, the other one comes first, and both savings count.
@@ -29,6 +30,9 @@ def find_early_sums(
         assignment: The layouts and conversions of the graph.
         estimate_seconds: Returns the predicted seconds of the collective of a sum.
         row_factor: The factor that scatters the rows of sums.
+
+    Returns:
+        Each early sum with the sums that it replaces.
     """
     found: list[tuple[LayoutConversion, Sequence[LayoutConversion]]] = []
     for after in (REPLICATE, *(() if row_factor is None else (FactorShard(row_factor),))):
@@ -44,7 +48,7 @@ def _choose_early_sums(
     target_layout: FactorLayout,
     estimate_seconds: Callable[[LayoutConversion], float],
 ) -> Iterator[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Yield the early sums that replace some of `sums`, each with the replaced sums, from the last values to the first.
+    """Choose partial sums to reduce early, from the last values to the first; yield each with the sums it replaces.
 
     Args:
         assignment: The layouts and conversions of the graph.
@@ -74,7 +78,7 @@ def _choose_early_sums(
 
 
 def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> dict[Value, list[Value]]:
-    """Return the values that are computed from each partial sum on a path to one of `sums`."""
+    """Find for each partial sum the values that are computed from it, on paths to one of `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
@@ -86,7 +90,7 @@ def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> 
 
 
 def _find_partial_operand(assignment: ShardingAssignment, value: Value) -> Value | None:
-    """Return the only partial sum that the node of `value` reads and passes on, or None."""
+    """Find the only partial sum that the node of `value` reads and passes on, or return None."""
     node = value.node
     if not assignment.node_layouts[node].is_partial:
         return None

@@ -44,7 +44,7 @@ from .axes import Factor
 
 @dataclass(frozen=True, slots=True)
 class FactorShard:
-    """The layout in which each device has the entries of its indices of `factor`."""
+    """The layout of a value that `factor` shards: each device has the entries of its own indices of `factor`."""
 
     factor: Factor
     is_partial = False
@@ -52,7 +52,7 @@ class FactorShard:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPartial:
-    """A partial sum in which each entry comes from one device and is zero on all others.
+    """The layout of a routed partial sum: each entry comes from one device and is zero on all others.
 
     The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
     table. The first axes of the value are the axes of `index_operand`.
@@ -76,7 +76,7 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 
 
 def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Return the layouts through which a value is converted from one layout to another, without the first.
+    """Find the path of conversions from one layout to another: the layouts that the value gets, one after the other.
 
     Each conversion is one collective, message or slice. The path is empty if no conversion is needed.
 

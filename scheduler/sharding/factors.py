@@ -60,7 +60,7 @@ from .axes import (
 
 @dataclass(frozen=True, slots=True)
 class FactorRoles:
-    """The roles of the factors of a node.
+    """The roles of the factors of a node: coupled, contracted or indexed.
 
     - `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
     - `contracted_factors` are summed over.
@@ -73,7 +73,7 @@ class FactorRoles:
 
 
 class Factors:
-    """The axes of every value of a graph as products of factors, and the roles of the factors of each node."""
+    """The factors (shardable indices) of a graph: each axis as a product of factors, and their roles in each node."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -108,19 +108,22 @@ class Factors:
     # ------------------------------------------------------------------------------------------------ questions
 
     def axes_of(self, value: Value) -> tuple[list[list[Factor]], ...]:
-        """Return for each axis of a value its segments, each a list of factors, outer first."""
+        """Return for each axis of a value its segments, each a list of factors, outer first.
+
+        A segment is one part of a concatenated axis, such as q|k|v.
+        """
         return self._final_segments[value]
 
     def factors_of(self, value: Value) -> frozenset[Factor]:
-        """Return all factors of all axes of a value."""
+        """Return all factors that occur in an axis of a value."""
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return which factors of a node are coupled, contracted or indexed."""
+        """Return the roles of a node's factors: which are coupled, contracted or indexed."""
         return self._factor_roles[node]
 
     def describe_factor(self, factor: Factor) -> str:
-        """Return the name of a factor in an op signature, such as ``kv heads``; empty if the name is one letter."""
+        """Describe a factor by its name in an op signature, such as ``kv heads``; empty if the name is one letter."""
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
@@ -134,8 +137,9 @@ class Factors:
         self._axes[node.results[0]] = tuple(axes)
 
     def _unify_axes_by_signature(self, node: Node, declared: Op[Any]) -> None:
-        """Unify the operand axes of a node that have equal names in the op's signature, and create the axes of its
-        results.
+        """Unify the operand axes with equal names in the op's signature, and create the axes of the results.
+
+        Unified axes have the same factors, so a plan shards them alike.
         """
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
@@ -191,7 +195,7 @@ class Factors:
     def _unify_dimension(
         self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> None:
-        """Unify an axis with the axes of its names in the signature; the first axis with a name stands for it."""
+        """Unify an axis with the axes of a signature dimension's names; the first axis with a name stands for it."""
         if len(dimension.factors) == 1 and dimension.factors[0] not in axis_by_name:
             axis_by_name[dimension.factors[0]] = axis
         else:
@@ -200,7 +204,7 @@ class Factors:
     def _build_product_axis(
         self, dimension: Dimension, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> Axis:
-        """Return the axis of a signature dimension such as ``(h d)`` as the product of the axes of its names."""
+        """Build the axis of a signature dimension such as ``(h d)``: the product of the axes of its names."""
         parts = [
             make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
             for f in dimension.factors
@@ -212,7 +216,7 @@ class Factors:
         return make_axis(math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True)
 
     def _unify_leading_axes(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
-        """Return the leading axes that the results share, unified with the leading axes of every operand."""
+        """Unify the leading axes of every operand, and return the leading axes of the results."""
         shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
@@ -229,7 +233,7 @@ class Factors:
         return shared
 
     def _unify_contracted_axes(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
-        """Return the leading axes that are summed over, unified between the operands that have them."""
+        """Unify the leading axes that are summed over between operands, and return them with the role contracted."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is LeadingAxes.CONTRACTED:
@@ -241,7 +245,7 @@ class Factors:
 
     @staticmethod
     def _unify_repeated_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
-        """Unify an axis with a smaller one that is repeated over it, by a new factor for the number of repeats.
+        """Unify an axis with a smaller axis that is broadcast over it; a new factor counts the repeats.
 
         Args:
             full_axis: The larger axis.
@@ -263,7 +267,7 @@ class Factors:
                 unify_axes(full_axis, axis)
 
     def _create_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
-        """Create the result axes of a view or a concatenation from the links between operand and result axes."""
+        """Create the result axes of a view or a concatenation by the links between operand axes and result axes."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
@@ -309,7 +313,7 @@ class Factors:
         self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
     def _multiply_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
-        """Return the product of these axes of an operand; a blocked new axis if they have no product."""
+        """Build the product of several operand axes as one axis; a blocked new axis if they have no product."""
         axes = [self._axes[operand][a] for a in axis_numbers]
         product = multiply_axes(axes)
         if product is None:
@@ -320,9 +324,10 @@ class Factors:
 
     @staticmethod
     def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
-        """Return the segments of `axis` from entry `start` on; the whole axis if it is not longer than `length`.
+        """Slice an axis: return its segments from entry `start` on, `length` entries long.
 
-        If no segment boundary is possible there, return a blocked new axis of size `length`.
+        An axis of at most `length` entries is returned whole. If no segment boundary is possible at an end, the
+        result is a blocked new axis of size `length`.
         """
         if find_segment_bounds(axis)[-1] <= length:
             return axis
@@ -332,7 +337,7 @@ class Factors:
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
     def _forbid_sharding_of_split_inner_factors(self) -> None:
-        """Block factors that are split into segments and are an inner factor of some product."""
+        """Forbid sharding of factors that are split into segments and are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
                 for product in list_segments(axis):
@@ -346,7 +351,7 @@ def _compute_roles(
     index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
-    """Return the roles of the factors of a node.
+    """Compute the roles of a node's factors from the roles of its axes.
 
     Args:
         axes_with_role: Each axis of the operands with its role in the signature.

@@ -39,10 +39,9 @@ StageGroups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """The graph of one pipeline stage.
+    """One stage of a pipeline: its graph, with inputs from earlier stages and outputs for later stages.
 
-    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names
-    to values of the whole graph.
+    `input_values` and `output_values` map the names of these inputs and outputs to values of the whole graph.
     """
 
     graph: Graph
@@ -51,9 +50,10 @@ class PipelineStage:
 
 
 def split_devices_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
-    """Return the device numbers of each group: consecutive devices in groups of equal size.
+    """Split the devices into groups of equal size; return the device numbers of each group, which are consecutive.
 
-    A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
+    A group has the devices of one machine. If all devices are in one machine, the number of groups is the largest
+    that does not exceed the group size.
 
     Args:
         devices_per_machine: The number of devices of each machine; 0 for a single machine.
@@ -76,7 +76,7 @@ def split_devices_into_groups(devices_per_machine: int, device_count: int) -> li
 
 
 def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Return the device numbers of each pipeline stage of a plan, found by the collectives of its programs.
+    """Find the device group of each pipeline stage of a plan, from the collectives in its programs.
 
     None means that there are not several stages of several devices.
     """
@@ -89,7 +89,10 @@ def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] |
 
 @dataclass(frozen=True)
 class HybridGraphs:
-    """The graphs of all devices, the sharded factors, and whether a stage is or can be split into overlap chunks."""
+    """The result of a hybrid split: the graphs of all devices, and the sharded factors.
+
+    `has_chunks` states whether a stage is or can be split into overlap chunks.
+    """
 
     partitioned_graphs: PartitionedGraphs
     sharded_factors: ShardedFactors
@@ -106,7 +109,7 @@ def partition_hybrid(
     earlier_layouts: Mapping[str, Layout] | None = None,
     chunks: OverlapChunks = SINGLE_CHUNK,
 ) -> HybridGraphs:
-    """Split a graph into pipeline stages, and partition each stage over its group of devices.
+    """Partition a graph by a hybrid split: into pipeline stages, and each stage over its group of devices.
 
     Args:
         graph: The graph to partition.
@@ -135,7 +138,7 @@ def partition_hybrid(
 def split_into_stages(
     graph: Graph, stage_by_node: Placement, groups: StageGroups, earlier_layouts: Mapping[str, Layout]
 ) -> list[PipelineStage]:
-    """Return the graph of every pipeline stage; states stay in the stage that has them already.
+    """Split a graph into pipeline stages; states stay in the stage that has them already.
 
     Args:
         graph: The graph to split.
@@ -191,7 +194,7 @@ def split_into_stages(
 
 
 class _HybridPartitioner:
-    """Partitions the stages one after another and numbers the messages between them.
+    """Partitions pipeline stages over their device groups, one after another, and numbers the messages between them.
 
     `conflicting_leaves` are the leaves that two stages shard along different axes.
     """
@@ -232,7 +235,7 @@ class _HybridPartitioner:
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
     def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
-        """Return the graphs of the devices of one stage."""
+        """Partition one stage over its device group, and return the graphs of these devices."""
         graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
         chosen = factors_from_positions(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
@@ -291,7 +294,7 @@ class _HybridPartitioner:
         return part
 
     def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
-        """Assign a sender, a receiver and a sequence number to each message from a stage to later stages."""
+        """Number the messages from a stage to later stages: assign sender, receiver and sequence number to each."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
@@ -303,7 +306,10 @@ class _HybridPartitioner:
                         self.next_sequence_number += 1
 
     def _join_leaf_layouts(self, leaf: Node) -> Layout | None:
-        """Return the layout of a leaf over all devices; None if the stages shard it along different axes."""
+        """Join the layouts of a leaf in all stages to one layout over all devices.
+
+        None means that the stages shard the leaf along different axes.
+        """
         if leaf.op not in ("weight", "state"):
             return REPLICATE
         if self.earlier_layouts is not None and leaf.name in self.earlier_layouts:
@@ -329,7 +335,7 @@ class _HybridPartitioner:
         return Shard(axis, tuple(runs))
 
     def build(self) -> PartitionedGraphs:
-        """Return the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
+        """Build the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
@@ -349,7 +355,7 @@ class _HybridPartitioner:
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _add_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
-        """Return the graph of a device with receives in place of stage inputs, and sends of its stage outputs."""
+        """Add the messages of a device to its graph: receives replace stage inputs, and sends follow stage outputs."""
         received = self.received_messages[device]
 
         def rule(node: Node) -> Value | None:
@@ -372,7 +378,7 @@ class _HybridPartitioner:
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Return the layout of a leaf within one group, from its layout over all devices."""
+    """Find the layout of a leaf within one device group, from its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
@@ -380,7 +386,7 @@ def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[
 
 
 def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups: StageGroups) -> Placement:
-    """Return the stage of each node of a graph over weights and states that groups have already.
+    """Derive the pipeline stage of each node from the groups that have the graph's weights and states already.
 
     A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
 
@@ -404,7 +410,7 @@ def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups
 
 
 def _is_stored_in_group(layout: Layout, group: Sequence[int]) -> bool:
-    """Return whether a group has any entry of a leaf with this layout."""
+    """Return whether a device group stores any entry of a leaf with this layout."""
     if isinstance(layout, Shard):
         return any(layout.index_ranges[d] for d in group)
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(group).isdisjoint(layout.devices))

@@ -24,9 +24,10 @@ NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 
 
 def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Container[Node] = ()) -> Placement:
-    """Return a placement that gives each device consecutive nodes with about its proportion of the stored bytes.
+    """Split a graph into layers of consecutive nodes: each device gets about its proportion of the stored bytes.
 
-    Stored bytes are the bytes of weights and states; each counts for the first node that reads it.
+    Stored bytes are the bytes of weights and states; each counts for the first node that reads it. The result is the
+    device of each node.
 
     Args:
         graph: The graph to split.
@@ -40,12 +41,15 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Return proportions of stored bytes for `split_layers` that balance the predicted compute time of all devices.
+    """Compute the proportions for `split_layers` that balance the predicted compute time of all devices.
 
     Args:
         graph: The graph to split.
         device_count: The number of devices.
         hardware: The speeds of one device.
+
+    Returns:
+        The proportion of stored bytes for each device.
     """
     nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
     stored_bytes, seconds = (
@@ -60,7 +64,7 @@ def compute_balanced_proportions(
 
 
 def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = ()) -> list[float]:
-    """Return for each node the bytes of weights and states that it is the first to read."""
+    """Compute for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
     new_bytes = []
     for node in nodes:
@@ -73,7 +77,7 @@ def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = 
 def _split_by_load(
     graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
 ) -> Placement:
-    """Return a placement that gives each device consecutive nodes with about its proportion of a load.
+    """Split consecutive nodes over devices so that each device has about its proportion of a load.
 
     For each boundary of two devices there is an ideal load before it. A point is near if its load differs from the
     ideal load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
@@ -103,7 +107,7 @@ def _split_by_load(
 
 
 def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
-    """Return a placement of a graph over weights and states that devices have already.
+    """Derive the placement of nodes from the devices that have the graph's weights and states already.
 
     A node runs on a device that has its weight or state, otherwise on the device of its last operand.
     """
@@ -119,7 +123,7 @@ def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> 
 
 
 def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """Return for each point between two nodes the bytes of live values and states in use that cross it."""
+    """Compute for each point between two nodes the bytes that cross it: live values, and states in use."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     spans: dict[Value, list[int]] = {}
@@ -139,7 +143,7 @@ def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
 
 
 def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
-    """Return the device that has each computed value and each state.
+    """Find the device of each computed value and of each state, for a placement of nodes.
 
     A state is on the device that computes its new value, or else on the device that first reads it.
     """
@@ -157,7 +161,7 @@ def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
 
 
 def order_nodes_by_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
-    """Return the nodes that compute, sorted by the largest number of messages on a path to each.
+    """Order the nodes that compute by message count: the largest number of messages on a path to each node.
 
     So a device sends the results of its independent nodes before the results that wait for other devices.
     """
@@ -204,7 +208,7 @@ def emit_placed_graphs(
 
 
 class _PlacedEmitter:
-    """Adds each node to the graph of its device, with sends and receives where a reader is on another device."""
+    """Emits each placed node in the graph of its device, and sends and receives for readers on other devices."""
 
     def __init__(
         self,
@@ -245,11 +249,11 @@ class _PlacedEmitter:
             self._find_or_receive_value(self.device_of(value), value)
 
     def device_of(self, value: Value) -> int:
-        """Return the device that has a value at the end of a run."""
+        """Find the device that has a value at the end of a run."""
         return self.home_devices.get(value, 0)
 
     def _find_or_receive_value(self, device: int, value: Value) -> Value:
-        """Return `value` on `device`: computed there, a leaf there, or received with a new message."""
+        """Find `value` on `device`, where it was computed, received or is a leaf; otherwise emit a message."""
         key = (device, value)
         if key not in self.local_values:
             home = self.home_devices.get(value, device)
@@ -277,7 +281,7 @@ class _PlacedEmitter:
         )
 
     def build_graphs(self) -> tuple[Graph, ...]:
-        """Return the graph of every device, with sent values as outputs."""
+        """Build the graph of every device, with sent values as extra outputs."""
         graphs = []
         for device in range(self.device_count):
             outputs = {

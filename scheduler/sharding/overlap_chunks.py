@@ -42,7 +42,10 @@ again."""
 
 
 def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
-    """Return the token factor of the partial sums, if it is large enough for two overlap chunks, or None."""
+    """Find the token factor of the partial sums, if it has enough tokens for two overlap chunks; None otherwise.
+
+    A factor is a shardable index of the graph.
+    """
     rows = [
         f
         for f in list_row_factors(assignment, factors, CHUNK_COUNTS[0])
@@ -55,7 +58,8 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
 class OverlapChunks:
     """The number of overlap chunks, and the condition for sequence parallelism within each chunk.
 
-    With `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
+    An overlap chunk is a part of the tokens: the sum of one chunk is sent while the next chunk is computed. With
+    `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
     """
 
     chunk_count: int
@@ -77,14 +81,14 @@ def partition_in_chunks(
     first_sequence_number: int = 0,
     replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs | None:
-    """Partition a graph over devices, with the nodes around each sum split into chunks of tokens.
+    """Partition a graph over devices, with the nodes around each sum over devices split into chunks of tokens.
 
     Args:
         graph: The graph to partition.
         factors: The factors of `graph`.
-        assignment: The assignment of `graph`.
+        assignment: The layouts of all values.
         shard_ranges: The shard ranges of the factors.
-        token_factor: The token factor.
+        token_factor: The factor that stands for tokens.
         chunk_count: The number of chunks.
         first_sequence_number: The sequence number of the first collective.
         replicated_outputs: Outputs that end whole on every device.
@@ -120,14 +124,14 @@ def split_into_chunks(
     chunk_count: int,
     token_ranges: Sequence[tuple[int, int]] = (),
 ) -> PartitionedGraphs | None:
-    """Split the nodes around each all-reduce into chunks of tokens, so that computation and communication overlap.
+    """Split the device graphs around each all-reduce into chunks of tokens, so that compute and communication overlap.
 
     Returns None if a node needs the tokens of all chunks of a device together.
 
     Args:
         partitioned_graphs: The graphs of all devices.
         factors: The factors of the unsharded graph.
-        token_factor: The token factor.
+        token_factor: The factor that stands for tokens.
         chunk_count: The number of chunks.
         token_ranges: The first token and the end of the tokens of each device, if tokens are sharded.
     """
@@ -153,7 +157,7 @@ def split_into_chunks(
 
 
 class _TokenRanges:
-    """The token ranges of the chunks, and with sharded tokens the range of each chunk on each device.
+    """The token range of each chunk; with sharded tokens also the range of each chunk on each device.
 
     `chunk_bounds` has the first token and the end of each chunk.
     """
@@ -176,14 +180,14 @@ class _TokenRanges:
         ]
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
-    def count_tokens(self, *, is_share: bool, chunk_number: int | None = None) -> int:
-        """Return the number of tokens of a chunk.
+    def count_tokens(self, *, is_sharded: bool, chunk_number: int | None = None) -> int:
+        """Count the tokens of one chunk or of all chunks.
 
         Args:
-            is_share: Whether to count only the tokens of this device.
+            is_sharded: Whether to count only the tokens of this device.
             chunk_number: The number of the chunk; None for all tokens.
         """
-        if is_share:
+        if is_sharded:
             return sum(
                 n
                 for _, n in (
@@ -198,7 +202,7 @@ class _TokenRanges:
 
 
 class _ChunkedGraph:
-    """One device graph during its split: for each value its chunks, the whole value, or both."""
+    """A device graph while it is split into token chunks: for each value its chunks, the whole value, or both."""
 
     def __init__(
         self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
@@ -218,7 +222,7 @@ class _ChunkedGraph:
         self.chunk_values: dict[Value, list[Value]] = {}
 
     def can_be_chunked(self) -> bool:
-        """Return whether sharded tokens are produced in chunks exactly where they are read in chunks."""
+        """Return whether the graph can be computed in token chunks: producers and readers of sharded tokens agree."""
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
         return all(
@@ -228,7 +232,7 @@ class _ChunkedGraph:
         )
 
     def build_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
-        """Return the graph in chunks.
+        """Build the graph with chunks of tokens in place of whole values.
 
         Args:
             first_chunk_numbers: For each sequence number of the unsplit graph the sequence number of its first chunk.
@@ -247,10 +251,10 @@ class _ChunkedGraph:
         )
 
     def _is_per_token(self, node: Node) -> bool:
-        """Return whether a node may be computed in chunks of tokens, and store the token axes of its results.
+        """Return whether a node can be computed per token chunk, and store the token axes of its results.
 
-        It may be if it treats each token separately. It also may be if it is a conversion that sums, scatters or
-        gathers the tokens, or zeros in their place.
+        The node must treat each token separately. A conversion that sums, scatters or gathers the tokens, or zeros in
+        their place, qualifies too.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_token_conversion(node, node.inputs[0])
@@ -268,54 +272,54 @@ class _ChunkedGraph:
             for v, own in pairs
             if v is not None and own is not None and self.token_factor in self.factors.factors_of(v)
         }
-        is_share = any(own in self.sharded_values for own in having)
-        if any((source in self.sharded_values) != is_share for source in node.inputs if source in having):
+        is_sharded = any(own in self.sharded_values for own in having)
+        if any((source in self.sharded_values) != is_sharded for source in node.inputs if source in having):
             return False
-        axes = {own: self._find_token_axis(v, own, is_share) for own, v in having.items()}
+        axes = {own: self._find_token_axis(v, own, is_sharded) for own, v in having.items()}
         if None in axes.values() or not axes.keys() >= {*node.results}:
             return False
         self.token_axes |= {own: axis for own, axis in axes.items() if axis is not None}
-        self.sharded_values |= {*node.results} if is_share else set()
+        self.sharded_values |= {*node.results} if is_sharded else set()
         return True
 
     def _is_token_conversion(self, node: Node, token_value: Value) -> bool:
-        """Return whether a conversion may be split into chunks of tokens, and store the token axis of its result.
+        """Return whether a layout conversion can be split into token chunks, and store the token axis of its result.
 
-        It sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
+        The conversion sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
         """
-        axis, is_share = self.token_axes[token_value], token_value in self.sharded_values
+        axis, is_sharded = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
         local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
             "slice": (axis, local_range) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
         }
-        gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
-        if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):
+        gathers = node.op == "all_gather" and is_sharded and axis == node.attrs["axis"]
+        if gathers or node.op in ("all_reduce", "fill") or (not is_sharded and deals.get(node.op)):
             self.token_axes[node.results[0]] = axis
-            if node.op in deals or (is_share and not gathers):
+            if node.op in deals or (is_sharded and not gathers):
                 self.sharded_values.add(node.results[0])
             return True
         return False
 
-    def _find_token_axis(self, value: Value, local_value: Value, is_share: bool) -> int | None:
-        """Return the number of the axis of `local_value` that has the tokens and nothing else, or None.
+    def _find_token_axis(self, value: Value, local_value: Value, is_sharded: bool) -> int | None:
+        """Find the number of the axis of `local_value` that has the tokens and nothing else; None without such an axis.
 
         Args:
             value: The value of the unsharded graph.
             local_value: The value on the device.
-            is_share: Whether the device has only its shard of the tokens.
+            is_sharded: Whether the device has only its shard of the tokens.
         """
         axes = self.factors.axes_of(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.token_factor]]), None)
         return (
             at
-            if at is not None and local_value.shape[at] == self.token_ranges.count_tokens(is_share=is_share)
+            if at is not None and local_value.shape[at] == self.token_ranges.count_tokens(is_sharded=is_sharded)
             else None
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Return the nodes that are computed in chunks: all per-token nodes that follow the first chunked nodes."""
+        """Find the nodes that are computed in chunks: all per-token nodes that follow the first chunked nodes."""
         first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
             if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
@@ -328,7 +332,7 @@ class _ChunkedGraph:
         }
 
     def _find_first_chunked_nodes(self) -> set[Node]:
-        """Return the nodes with which chunks begin: those between matmuls with weights and sums over devices."""
+        """Find the nodes with which chunks begin: all nodes between a matmul with a weight and a sum over devices."""
         found: set[Node] = set()
         sums = ("all_reduce", "reduce_scatter")
         stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.per_token_nodes]
@@ -340,7 +344,7 @@ class _ChunkedGraph:
         return found
 
     def _build_node(self, node: Node, chunk_number: int | None = None) -> Node:
-        """Return a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
+        """Build a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
         src = [
             None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
             for s in node.src
@@ -357,7 +361,7 @@ class _ChunkedGraph:
         return op_of(node).build_node(src, attrs, name)
 
     def _localise_attributes(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
-        """Return the attributes of a chunk's node that state a shape, or the token ranges of each device."""
+        """Return the attributes of a node for one chunk: shapes and token ranges fit the tokens of the chunk."""
         result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[chunk_number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
@@ -365,12 +369,12 @@ class _ChunkedGraph:
             start, size = next(iter(runs[self.token_ranges.device]), (0, 0))
             return {"start": start, "stop": start + size}
         localise, axis = op_of(node).localise, self.token_axes[result]
-        size = self.token_ranges.count_tokens(is_share=result in self.sharded_values, chunk_number=chunk_number)
+        size = self.token_ranges.count_tokens(is_sharded=result in self.sharded_values, chunk_number=chunk_number)
         shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Return a chunk of a value; a value without tokens is returned whole."""
+        """Slice a chunk out of a value, unless the chunk exists; a value without tokens is returned whole."""
         if value in self.chunk_values:
             return self.chunk_values[value][chunk_number]
         if value not in self.token_axes:
@@ -380,7 +384,7 @@ class _ChunkedGraph:
         return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
     def _join_chunks(self, value: Value) -> Value:
-        """Return a whole value; chunks are concatenated in pairs."""
+        """Join the chunks of a value by concatenation in pairs, unless the whole value exists."""
         if value not in self.whole_values:
             parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies
@@ -391,6 +395,6 @@ class _ChunkedGraph:
 
 
 def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
-    """Return (offset, length) of a slice if both bounds are numbers, or None."""
+    """Find the range (offset, length) of a slice from its attributes; None if a bound is not a number."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

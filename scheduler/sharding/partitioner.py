@@ -28,7 +28,7 @@ from .shard_ranges import ShardRanges, compute_axis_ranges_of_factor
 
 @dataclass(frozen=True, eq=False)
 class PartitionedGraphs:
-    """A graph for each device, and the layouts of the leaves and outputs of the original graph.
+    """The graphs of all devices after the partition of a graph, and the layouts of its leaves and outputs.
 
     `source_nodes` maps, for each device, the nodes of its graph to the original nodes.
     """
@@ -48,7 +48,7 @@ def partition_graph(
     first_sequence_number: int = 0,
     replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs:
-    """Emit the graph of every device; with one device it is the graph itself.
+    """Partition a graph over devices: emit the graph of every device. With one device it is the graph itself.
 
     Args:
         graph: The graph to partition.
@@ -80,12 +80,12 @@ def partition_graph(
 
 
 def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
-    """Return the layout in which an output ends: `Replicate` for a partial sum, else its produced layout."""
+    """Choose the layout in which an output ends: `Replicate` for a partial sum, else its produced layout."""
     return REPLICATE if layout.is_partial else layout
 
 
 def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
-    """Return a key that devices share if their graphs are equal.
+    """Make a key that devices with equal graphs share.
 
     Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
     """
@@ -104,7 +104,7 @@ def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges:
 def _find_unread_replicas(
     graph: Graph, graphs: Sequence[Graph], leaf_layouts: Mapping[str, Layout], fixed_values: Container[Value]
 ) -> dict[str, Layout]:
-    """Return layouts for replicated weights and states that, because of pins, only some devices read: on these only."""
+    """Narrow replicated weights and states, because of pins, to the devices that read them; return the new layouts."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
@@ -120,14 +120,14 @@ def _find_unread_replicas(
 
 
 def make_unused_name(name: str, taken_names: Container[str]) -> str:
-    """Return `name`, with tildes appended until it is not in `taken_names`."""
+    """Make an unused name: append tildes to `name` until it is not in `taken_names`."""
     while name in taken_names:
         name += "~"
     return name
 
 
 def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
-    """Return `graph` with extra outputs for collectives that the device must call although nothing reads them."""
+    """Keep collectives that nothing reads: return `graph` with extra outputs for them, as devices must call them."""
     there, missing = set(graph.nodes), {}
     for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
         if value.node not in there:
@@ -141,7 +141,7 @@ def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ValueInLayout:
-    """A value in one of its layouts. Each form exists once, so that dictionaries find it by identity."""
+    """A value in one of its layouts. Each pair exists once, so that dictionaries find it by identity."""
 
     value: Value
     layout: FactorLayout
@@ -149,7 +149,7 @@ class _ValueInLayout:
 
 @dataclass(frozen=True, slots=True)
 class _NodeTemplate:
-    """The part of a node that all devices share: op, attributes before localisation, and operand forms."""
+    """The part of a node that is equal on all devices: op, attributes, and operands with their layouts."""
 
     op: Op[Any]
     attrs: Attrs
@@ -192,7 +192,7 @@ class _LayoutTable:
         self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
 
     def intern_value_form(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
-        """Return the interned pair of a value and its layout on a device.
+        """Return the interned pair of a value and a layout: equal pairs are one object.
 
         A local value is complete on its device. A partial sum gets the layout in which its node produces it.
         """
@@ -203,13 +203,13 @@ class _LayoutTable:
         return self._cached_forms.setdefault((value, factor_layout), _ValueInLayout(value, factor_layout))
 
     def _build_template(self, node: Node) -> _NodeTemplate:
-        """Return the op, the attributes and the operand forms of a node."""
+        """Build the device-independent part of a node: its op, attributes, and operands with their layouts."""
         declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
         reads = tuple([None if s is None else self.intern_value_form(s, next(wants)) for s in node.src])
         return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
 
     def shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
-        """Return the shape of the part of a value that `device` has."""
+        """Compute the shape of a value's part on a device."""
         if form not in self._cached_shapes:
             layout = self.layout_of(form.value, form.layout)
             self._cached_shapes[form] = tuple(
@@ -218,7 +218,7 @@ class _LayoutTable:
         return self._cached_shapes[form][device]
 
     def layout_of(self, value: Value, factor_layout: FactorLayout) -> Layout:
-        """Return the layout of `value` with index ranges in place of factors."""
+        """Compute the layout of a value from its factor layout: index ranges of each device replace factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
         if isinstance(factor_layout, FixedShard):
@@ -230,7 +230,7 @@ class _LayoutTable:
         return self._cached_shards[value, factor_layout.factor]
 
     def _build_shard(self, value: Value, factor: Factor) -> Shard:
-        """Return the axis of `value` that has `factor`, and the entries of each device, as a layout."""
+        """Build the layout of a value that `factor` shards: the sharded axis, and the axis entries of each device."""
         for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
                 ranges = self.shard_ranges.ranges_of(factor)
@@ -241,7 +241,7 @@ class _LayoutTable:
 
 
 class _DeviceEmitter:
-    """Emits the graph of one device."""
+    """Emits the graph of one device: its nodes with local shapes, and the collectives and messages between devices."""
 
     def __init__(self, device: int, layouts: _LayoutTable) -> None:
         self.device_number, self.layouts = device, layouts
@@ -250,7 +250,7 @@ class _DeviceEmitter:
         self.collective_values: list[Value] = []
 
     def emit_graph(self, graph: Graph, output_layouts: Mapping[str, FactorLayout]) -> Graph:
-        """Return the graph of the device.
+        """Emit the graph of the device.
 
         Args:
             graph: The graph of the user.
@@ -316,13 +316,13 @@ class _DeviceEmitter:
                 )
 
     def _emit_leaf(self, node: Node) -> Value:
-        """Return the leaf with the shape of the part that the device has."""
+        """Emit a leaf with the shape of the device's part."""
         value = node.results[0]
         shape = self.layouts.shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
 
     def _emit_node(self, node: Node) -> Sequence[Value]:
-        """Return the results of a node on the local parts of its operands."""
+        """Emit a node on the device's parts of its operands, and return the results."""
         layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
         src = [None if form is None else self._find_or_convert_value(form) for form in work.operand_forms]
         results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
@@ -344,7 +344,7 @@ class _DeviceEmitter:
         return new_values
 
     def _count_local_entries(self, layout: Layout, axis: int, end_entry: int) -> int:
-        """Return how many of the entries before `end_entry` of an axis the device has."""
+        """Count the entries before `end_entry` of an axis that the device has."""
         return (
             layout.count_entries_before(self.device_number, end_entry)
             if isinstance(layout, Shard) and layout.axis == axis
@@ -354,17 +354,17 @@ class _DeviceEmitter:
     # ---------------------------------------------------------------------------------------------- conversions
 
     def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
-        """Return a value in a layout; the first call emits the conversion."""
+        """Find a value in a layout, or emit the conversion at the first call."""
         if (there := self.local_values.get(form)) is None:
             there = self.local_values[form] = self._convert_to_layout(form.value, form.layout)
         return there
 
     def _convert_to_replicated(self, value: Value) -> Value:
-        """Return the whole value, converted if needed."""
+        """Find the whole value, or emit its conversion to `Replicate`."""
         return self._find_or_convert_value(self.layouts.intern_value_form(value, REPLICATE))
 
     def _convert_to_layout(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Emit the conversion of a value to a layout in which the device does not have it yet."""
+        """Emit the conversion of a value to a layout in which the device does not have the value yet."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)
@@ -381,7 +381,7 @@ class _DeviceEmitter:
         return new
 
     def _emit_receive(self, value: Value, layout: Local) -> Value:
-        """Emit a message that receives a value from the device that has it."""
+        """Emit a receive of a value from the device that has it."""
         source, number = layout.devices[0], self.layouts.message_numbers[value][self.device_number]
         name = f"{self.layouts.node_names[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
@@ -389,7 +389,7 @@ class _DeviceEmitter:
         return new
 
     def _emit_collective(self, value: Value, source_layout: FactorLayout, target_layout: FactorLayout) -> Value:
-        """Emit the collective that converts a value from one layout to another."""
+        """Emit the collective that converts a value from one layout to another, such as an all-gather."""
         mine = self.local_values[self.layouts.produced_forms[value]]
         number, label = self.layouts.sequence_numbers[value, target_layout], self.layouts.node_names[value.node]
         before, after = self.layouts.layout_of(value, source_layout), self.layouts.layout_of(value, target_layout)
@@ -412,7 +412,7 @@ class _DeviceEmitter:
         )
 
     def _emit_slices(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Return the shard of a whole value that the device needs, as a concatenation of slices."""
+        """Emit the device's shard of a whole value, as a concatenation of slices."""
         layout = self.layouts.layout_of(value, target_layout)
         assert isinstance(layout, Shard)
         whole = self._convert_to_replicated(value)
@@ -427,7 +427,7 @@ class _DeviceEmitter:
         return joined
 
     def _emit_partial_on_first_device(self, value: Value) -> Value:
-        """Return a whole value as a partial sum: device 0 has the value, all others have zeros."""
+        """Emit a whole value as a partial sum: device 0 has the value, all others have zeros."""
         whole = self._convert_to_replicated(value)
         return (
             whole

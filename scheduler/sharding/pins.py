@@ -28,7 +28,7 @@ PlacementRules = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """The statement that only one device computes a node, with the reason."""
+    """A pin of a node: only one device computes the node; the pin has the device and the reason."""
 
     device: int
     reason: str
@@ -41,7 +41,7 @@ NodePins = Mapping[Node, Pin]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Pinned nodes, and the layouts of leaves that are on some devices only or fixed by an earlier plan."""
+    """All pins of a plan: pinned nodes, and leaves with a layout that is fixed or on some devices only."""
 
     nodes: NodePins = field(default_factory=dict)
     leaves: Mapping[Value, Local | Replicate | FixedShard] = field(default_factory=dict)
@@ -51,7 +51,7 @@ NO_PINS = Pins()
 
 
 def find_stored_leaf(value: Value) -> Node | None:
-    """Return the weight or state that a value is, or that it shows as a view; None for other values."""
+    """Find the weight or state that a value is, or that it shows as a view; None for other values."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -64,7 +64,7 @@ def find_stored_leaf(value: Value) -> Node | None:
 def find_user_pins(
     graph: Graph, placement_rules: PlacementRules, device_names: Sequence[str], *, strict: bool = True
 ) -> dict[Node, Pin]:
-    """Return a pin for each node that a placement rule matches.
+    """Find the pins that the user's placement rules give: one for each node that a rule matches.
 
     A rule matches the name of the node, or of a weight or state that the node reads. The first matching rule counts.
 
@@ -102,7 +102,7 @@ def find_user_pins(
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression; raise `PlanError` if it is not one."""
+    """Compile the pattern of a placement rule; raise `PlanError` if it is no regular expression."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as why:  # Warning: Python may be set to raise warnings
@@ -110,7 +110,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Pin discrete choices to device 0 if the backends of the group differ; return the pins.
+    """Pin discrete choices, such as an argmax, to device 0 if the backends of the group differ; return the pins.
 
     A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
     choose differently.
@@ -122,14 +122,14 @@ def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) 
 
 
 def _is_discrete_choice(node: Node) -> bool:
-    """Return whether a node has float operands and integer results."""
+    """Return whether a node makes a discrete choice, such as an argmax: float operands and integer results."""
     return any(s.dtype.is_float for s in node.inputs) and any(v.dtype.is_integer for v in node.results)
 
 
 def pin_changed_leaf_layouts(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
-    """Return `pins` with the earlier layout of each weight and state that has another layout in the new plan.
+    """Pin each weight and state with another layout in the new plan to its earlier layout; return all pins.
 
     Two graphs may slice one weight differently, so a factor of one graph need not exist in the other.
 
@@ -148,7 +148,7 @@ def pin_changed_leaf_layouts(
 
 
 def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
-    """Return pins for the nodes that read weights or states which an earlier plan put on some devices only."""
+    """Make pins from the layouts of an earlier plan: for nodes that read weights or states of some devices only."""
     homes = {
         n.results[0]: earlier_layouts[n.name]
         for n in graph.nodes
@@ -159,7 +159,7 @@ def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pi
     for node in graph.nodes:
         for leaf in filter(None, map(find_stored_leaf, node.inputs)):
             if (home := fixed_layouts.get(leaf.results[0])) is not None:
-                pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
+                pins.setdefault(node, Pin(home.devices[0], "its weights or states are on this device"))
     return Pins(pins, fixed_layouts)
 
 
@@ -179,7 +179,7 @@ class UnsupportedNode:
 def find_unsupported_nodes(
     graphs: Sequence[Graph], source_nodes: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[UnsupportedNode]:
-    """Return the nodes of each device's graph that the device does not support.
+    """Find the nodes in each device's graph that the device does not support.
 
     Args:
         graphs: The graph of each device.
@@ -206,7 +206,7 @@ def find_unsupported_nodes(
 def pin_unsupported_nodes(
     unsupported_nodes: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
 ) -> dict[Node, Pin]:
-    """Return a pin for each unsupported node, to the first device that supports it.
+    """Pin each unsupported node to the first device that supports it; return the pins.
 
     Args:
         unsupported_nodes: The unsupported nodes.
@@ -237,7 +237,7 @@ def pin_unsupported_nodes(
 
 
 def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Return `pins` and pins for nodes next to pinned nodes of one device, which saves messages.
+    """Pin the neighbours of nodes that are pinned to one device, which saves messages; return all pins.
 
     1. Views that only pinned nodes of one device read.
     2. Nodes that alone read results of pinned nodes of one device, and read no other computed or stored value.
@@ -260,12 +260,14 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
             s.node in ends for s in computed_operands
         )
         if len(homes) == 1 and None not in homes and alone:
-            found[node] = Pin(found[computed_operands[0].node].device, "it alone reads what is made there")
+            found[node] = Pin(
+                found[computed_operands[0].node].device, "only this node reads its operands, which this device computes"
+            )
     return found
 
 
 def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
-    """Return `pins` with layouts of weights and states that only pinned nodes read: on the devices of these nodes."""
+    """Pin weights and states that only pinned nodes read to the devices of these nodes; return all pins."""
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
@@ -278,7 +280,7 @@ def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
 
 
 def list_pinned_nodes(graph: Graph, pins: NodePins) -> tuple[PinnedNodes, ...]:
-    """Return the names of the pinned nodes, grouped by device and reason, for the record of the plan."""
+    """List the names of the pinned nodes, grouped by device and reason, for the record of the plan."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)

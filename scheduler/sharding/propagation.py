@@ -56,7 +56,7 @@ from .pins import NO_PINS, Pins
 
 @dataclass(frozen=True, slots=True)
 class LayoutConversion:
-    """A change of `value` from `source_layout` to `target_layout`, before `reader_node` runs.
+    """A conversion of `value` from `source_layout` to `target_layout`, which is executed before `reader_node`.
 
     `reader_node` is None for conversions of outputs and state updates.
     """
@@ -68,13 +68,13 @@ class LayoutConversion:
 
     @property
     def needs_no_communication(self) -> bool:
-        """Whether no bytes are sent: each device takes its slice, or one device keeps the value as its partial sum."""
+        """Whether the conversion sends nothing: devices slice the value, or one device keeps it as its partial sum."""
         return self.source_layout is REPLICATE
 
 
 @dataclass(slots=True)
 class ShardingAssignment:
-    """The factor layout of every value and node of a graph, and the layout conversions.
+    """A sharding of a graph: the layout of every value and node over the devices, and the layout conversions.
 
     - `produced_layouts`: the layout in which each value is produced.
     - `node_layouts`: for each node its `FactorShard`, `Replicate` if every device computes all of it, the partial sum
@@ -99,16 +99,15 @@ class ShardingAssignment:
 
 
 def list_operands(node: Node) -> list[tuple[str, Value]]:
-    """Return the name and the value of each operand of a node that is present."""
+    """List the operands that a node has, each with its name."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
 def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """Return the table that a node looks up rows in, the row numbers, and the operands that are added to the rows.
+    """Find the operands of a table lookup: the table, the row numbers, and operands that are added to the rows.
 
     Returns:
-        The name of the table operand; the value with the row numbers; the names of the table and of the added
-        operands.
+        The name of the table; the value with the row numbers; the names of the table and of the added operands.
     """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
@@ -127,13 +126,13 @@ def propagate_layouts(
     row_factor: Factor | None = None,
     early_sums: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
-    """Derive the layouts of all values from the chosen factors; where two layouts differ, insert a layout conversion.
+    """Propagate layouts through a graph: derive the layout of each value and the conversions from the sharded factors.
 
     A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
 
     Args:
         graph: The graph to shard.
-        factors: The factors of `graph`.
+        factors: The factors of `graph`, its shardable indices.
         chosen_factors: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
         replicated_values: Values that end whole on every device, for other pipeline stages.
@@ -151,7 +150,7 @@ def propagate_layouts(
 def propagate_until_replicated_weights_known(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Repeat a propagation until it knows every weight that stays whole, and return the last assignment.
+    """Repeat a layout propagation until all weights that must stay whole are known; return the last assignment.
 
     Args:
         propagate: Propagates the layouts for a given set of replicated weights.
@@ -167,7 +166,7 @@ def propagate_until_replicated_weights_known(
 
 
 class LayoutPropagation:
-    """One propagation of layouts through a graph, operands first, by the rules at the head of this module."""
+    """A propagation of layouts through a graph: it chooses node by node how values are distributed over devices."""
 
     def __init__(
         self,
@@ -199,21 +198,21 @@ class LayoutPropagation:
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
     def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
-        """Assign layouts to all nodes in order, add the conversions of outputs, and return the assignment."""
+        """Propagate layouts through the graph: assign all nodes in order, and add the conversions of outputs."""
         for node in self.graph.nodes:
             self._assign_node_layouts(node)
         self._add_output_conversions(replicated_values)
         return self.assignment
 
     def _assign_node_layouts(self, node: Node) -> None:
-        """Assign the layouts of the operands and results of a node."""
+        """Assign the layouts of a leaf, or of the operands and results of a node that computes."""
         if node.is_leaf:
             self._assign_leaf_layout(node)
         else:
             self._assign_computation_layouts(node)
 
     def _add_output_conversions(self, replicated_values: Iterable[Value] = ()) -> None:
-        """Add the conversions of outputs, of `replicated_values` and of state updates."""
+        """Add the conversions of outputs, of `replicated_values` and of state updates to their final layouts."""
         for value in self.graph.outputs.values():
             if self.assignment.produced_layouts[value].is_partial:
                 self._add_conversions(value, REPLICATE, None)
@@ -243,7 +242,7 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors(self, value: Value) -> list[Factor]:
-        """Return the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
+        """List the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (
@@ -280,7 +279,7 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor(self, node: Node) -> Factor | None:
-        """Return the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
+        """Choose the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -295,7 +294,7 @@ class LayoutPropagation:
         return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether `node` reads a partial sum that a reduce-scatter can scatter by `row_factor` (rule 6)."""
+        """Return whether a reduce-scatter can scatter a partial sum that `node` reads by `row_factor` (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -313,8 +312,8 @@ class LayoutPropagation:
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
 
-        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack
-        it. In the second case, each term of the sum is on one device.
+        Either every result has the factor, or it is contracted or indexed and all results lack it. In the second
+        case, each term of the sum is on one device.
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
         if factor is roles.indexed_factor:
@@ -329,14 +328,13 @@ class LayoutPropagation:
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
     def _count_operand_bytes(self, node: Node, factor: Factor) -> int:
-        """Return the bytes of the operands of `node` that have `factor`."""
+        """Count the bytes of those operands of `node` that have `factor` as an index."""
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the operand layouts and the result layout of a lookup in a table that `factor` shards (rule 4).
+        """Choose the operand layouts and the result layout of a lookup in a table with sharded rows (rule 4).
 
-        Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
-        that it counts once.
+        Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
         """
         table, ids, joint = find_indexed_operand(node)
         self.assignment.index_operands[node] = ids
@@ -358,17 +356,16 @@ class LayoutPropagation:
 
     @staticmethod
     def _keeps_routing(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether a routed partial sum in `operand` gives a result that is routed by the same row numbers."""
+        """Return whether a routed partial sum in `operand` gives a result that the same row numbers route."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
-        """Return the operand layouts and the result layout of a node without a factor (rules 5 and 7).
+        """Choose the operand layouts and the result layout of a node that no factor shards (rules 5 and 7).
 
         Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
-        Otherwise all operands are whole.
         """
         layouts, named = self.assignment.produced_layouts, list_operands(node)
         partial = {s for s in node.inputs if layouts[s].is_partial and not self._exists_in_layout(s, REPLICATE)}
@@ -389,7 +386,7 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routing(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Return the routed layout that all these operands share, if zeros in all of them give zeros; else None."""
+        """Find the routed layout that all partial operands share, if zeros in all of them give zeros; else None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
@@ -436,7 +433,7 @@ class LayoutPropagation:
             source_layout = state
 
     def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether an earlier conversion gives `value` this layout."""
+        """Return whether an earlier conversion converts `value` to this layout."""
         return (value, layout) in self.converted_layouts
 
     def _is_weight_or_state(self, value: Value) -> bool:

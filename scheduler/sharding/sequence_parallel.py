@@ -28,7 +28,7 @@ MIN_GAIN = 0.03
 
 @dataclass(frozen=True)
 class SequenceParallelChooser:
-    """The choice of replicated or sharded rows between sums, for a graph with chosen factors on equal devices.
+    """Chooses for a graph between replicated rows and sharded rows (sequence parallelism) after sums over devices.
 
     - `chosen_factors`: the factors that are sharded in any case.
     - `pins`: nodes on one device, and leaves with a fixed layout.
@@ -45,11 +45,11 @@ class SequenceParallelChooser:
 
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The assignment in which every device computes all rows after a sum."""
+        """The assignment in which every device computes all rows after a sum over devices."""
         return self._propagate_with_early_sums()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
-        """Return the assignment with replicated rows, or with sharded rows where that is predicted to be faster.
+        """Choose the fastest assignment: sharded rows where they are predicted to be faster, otherwise replicated rows.
 
         Sharded rows must save at least the share `MIN_GAIN` of the time.
         """
@@ -67,7 +67,7 @@ class SequenceParallelChooser:
         return best
 
     def shard_rows_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
-        """Return the assignment with sharded rows if it saves enough seconds of kernels, else None.
+        """Shard the rows if that saves enough seconds of kernels; return the assignment, else None.
 
         Where sums overlap with compute, only compute seconds can be saved.
 
@@ -83,8 +83,10 @@ class SequenceParallelChooser:
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate_with_early_sums(self, row_factor: Factor | None = None) -> ShardingAssignment:
-        """Return the assignment, with early sums where they cost no more; rows are sharded by `row_factor`, if there is
-        one.
+        """Propagate layouts, with partial sums reduced early where that costs no more.
+
+        Args:
+            row_factor: The factor that shards the rows; None for replicated rows.
         """
         early = frozenset[Value]()
         while True:
@@ -97,14 +99,14 @@ class SequenceParallelChooser:
             early |= found
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
-        """Return the seconds of the collective of a layout conversion."""
+        """Estimate the seconds of the collective of a layout conversion."""
         return self.hardware.estimate_collective(
             *choose_conversion_collective(conversion), range(self.device_count)
         ).seconds
 
 
 def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
-    """Return the row factors of sums that end whole, which sequence parallelism may shard.
+    """List the row factors that sequence parallelism may shard: row indices of sums over devices that end whole.
 
     Args:
         assignment: An assignment with whole rows.

@@ -24,7 +24,7 @@ from .axes import Factor, compute_product_size
 def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Return the entries of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
+    """Compute the ranges of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
 
     Segments without the factor are whole.
 
@@ -53,7 +53,7 @@ def compute_axis_ranges_of_factor(
 
 
 def merge_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
-    """Return ranges (first entry, length) without empty ranges, with adjacent ranges merged."""
+    """Merge adjacent ranges (first entry, length), and drop empty ranges."""
     merged: list[IndexRange] = []
     for offset, length in ranges:
         if length and merged and sum(merged[-1]) == offset:
@@ -69,7 +69,7 @@ def factor_ranges_from_layout(
     factor: Factor,
     ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return the indices of a factor that each device has, from the entries of an axis that it has.
+    """Derive the indices of a factor that each device has from a layout: the axis entries of each device.
 
     This is the inverse of `compute_axis_ranges_of_factor`.
 
@@ -97,7 +97,7 @@ def factor_ranges_from_layout(
 
 
 def _clip_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
-    """Return the parts of ranges within ``[start, stop)``, with entry numbers counted from `start`."""
+    """Clip ranges to ``[start, stop)``, and count entry numbers from `start`."""
     return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
@@ -108,7 +108,7 @@ A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks.""
 
 
 class ShardRanges:
-    """Divides factors over devices in given proportions, by the largest remainder method.
+    """The index ranges of factors on each device, divided in given proportions by the largest remainder method.
 
     A device that loses by rounding in one factor gains in a later factor of the same size. So over many layers each
     device gets its proportion. The ranges of a factor are computed once.
@@ -124,7 +124,7 @@ class ShardRanges:
         return len(self.proportions)
 
     def ranges_of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
-        """Return for each device its indices of a factor, as a pair (first index, end index)."""
+        """Return for each device its range of indices of a factor, as a pair (first index, end index)."""
         if factor not in self._assigned_ranges:
             grain = self._choose_granularity(factor.size)
             size, remainders = (
@@ -144,15 +144,18 @@ class ShardRanges:
         return self._assigned_ranges[factor]
 
     def assign_ranges(self, factor: Factor, ranges_by_device: tuple[tuple[int, int], ...] | None) -> None:
-        """Give a factor without ranges the indices of `ranges_by_device`, or for None indices by the proportions."""
+        """Assign each device its indices of a factor, unless the factor has ranges already.
+
+        Args:
+            factor: The factor.
+            ranges_by_device: The pair (first index, end index) of each device; None to divide by the proportions.
+        """
         if ranges_by_device is not None:
             self._assigned_ranges.setdefault(factor, ranges_by_device)
         self.ranges_of(factor)
 
     def _choose_granularity(self, factor_size: int) -> int:
-        """Return the number of indices in which a factor of this size is divided: `ROW_GRANULARITY`, or 1 for small
-        factors.
-        """
+        """Choose the granularity in which a factor's indices are divided: `ROW_GRANULARITY`, or 1 for small factors."""
         return (
             ROW_GRANULARITY
             if factor_size % ROW_GRANULARITY == 0 and factor_size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)

@@ -47,15 +47,15 @@ from .values.value_numbering import ValueNumbering
 
 
 def verify_plan(plan: Plan) -> None:
-    """Raise `PlanError` with the first fault of `plan`; return if it has none."""
+    """Verify that a plan computes the user's graph; raise `PlanError` with the first fault."""
     for why in find_plan_faults(plan):
         raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
-    """Yield all faults of `plan` as text; nothing if it is correct.
+    """Find all faults of a plan, and yield each as text; a correct plan has none.
 
-    A plan with repeated layers is proven by its short plan (`repeating`).
+    For a plan with repeated layers, the proof of the shortened plan stands for the proof of all layers (`repeating`).
     """
     of = find_shortened_graph(plan)
     if of is None:
@@ -72,7 +72,7 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
 
 
 def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
-    """Yield all faults of a plan, instruction by instruction, without regard to repetitions.
+    """Yield all faults of a plan by a check of each instruction, without use of repeated layers.
 
     Args:
         plan: The plan.
@@ -122,12 +122,12 @@ def _is_computation(node: Node) -> bool:
 def _find_device_program_faults(
     device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
 ) -> Iterator[str]:
-    """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again.
+    """Yield the faults of a device's graph and program, unless an equal graph and program is proven already.
 
     Args:
         device_plan: The graph and the program of the device.
-        proven_device_plans: The device plans without faults so far, by a key that equal ones share. A correct one is
-            added.
+        proven_device_plans: The device plans without faults so far, by a key that equal ones share. A correct device
+            plan is added.
     """
     try:
         if device_plan.graph.roots():  # a device may have no work
@@ -152,10 +152,15 @@ def _find_device_program_faults(
 
 
 def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
-    """Return whether a value with this layout is read from `device`, between runs or by a later plan.
+    """Return whether later runs or plans read a value with this layout from `device`.
 
     A `Local` value is read from its first device, a replicated value from device 0, and a shard from each device with
     entries.
+
+    Args:
+        layout: The layout of the value.
+        device: The number of the device.
+        device_entries: The entries that the device has, for each axis.
     """
     if isinstance(layout, Shard):
         return 0 not in map(len, device_entries)
@@ -163,12 +168,12 @@ def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[Inde
 
 
 def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
-    """Return whether a device has no entries of a sharded value, and other devices have all of them."""
+    """Return whether other devices have all entries of a sharded value, and `device` has none."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
 class _PlanCheck:
-    """Compares the values of all devices with the user's graph.
+    """The check of one plan: the values of all devices are compared with the values of the user's graph.
 
     Args:
         plan: The plan.
@@ -180,7 +185,11 @@ class _PlanCheck:
         self.numbering = ValueNumbering(plan.graph)
 
     def find_faults(self) -> Iterator[str]:
-        """Yield layout faults of leaves and faults of device values; else faults of outputs, updates and pins."""
+        """Yield the faults of the plan, as text.
+
+        Faults of leaf layouts and of device values come first. Without any, faults of outputs, updates and pins
+        follow.
+        """
         leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
@@ -195,7 +204,7 @@ class _PlanCheck:
             yield why + trace.search_limit_note
 
     def _find_placement_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield pinned nodes that are computed on another device than their own, or not at all.
+        """Yield pinned nodes that another device than the pinned one computes, or that no device computes.
 
         Nodes with the same value number may run on the device of either.
         """
@@ -230,7 +239,7 @@ class _PlanCheck:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
-        """Return for each device its entries of `value` (None without any), or text about the fault of the layout."""
+        """List the entries of `value` on each device (None without any), or return the fault of the layout as text."""
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
@@ -248,7 +257,7 @@ class _PlanCheck:
         return [full] * self.device_count
 
     def _check_shard_covers_value(self, value: Value, layout: Shard) -> str | None:
-        """Return why a sharded layout is malformed or does not have all entries of `value`; None if it is correct."""
+        """Check that a sharded layout is well-formed and covers all entries of `value`; return the fault or None."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
             return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
@@ -266,8 +275,11 @@ class _PlanCheck:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
-        """Add the fact about a leaf on each device to `leaf_facts`, by device number and leaf name; yield faults of its
-        layout.
+        """Record the fact about a leaf on each device, and yield the faults of its layout.
+
+        Args:
+            node: The leaf.
+            leaf_facts: Receives the facts, by device number and leaf name.
         """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
         axes = self._list_device_entries(value, layout)
@@ -285,7 +297,7 @@ class _PlanCheck:
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield outputs that are missing or wrong on a device, and device outputs that the graph does not have."""
+        """Yield faults of outputs: missing or wrong values on a device, and outputs that the graph does not have."""
         for name, value in self.plan.graph.outputs.items():
             axes = self._list_device_entries(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
@@ -313,7 +325,7 @@ class _PlanCheck:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _find_update_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield states that a device updates wrongly or not at all, and states that a device must have but does not."""
+        """Yield faults of state updates: wrong or missing updates, and states that a device should have but lacks."""
         updates_by_name = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         entries_by_state = {
             s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
@@ -352,12 +364,12 @@ class _PlanCheck:
         expected_entries: tuple[IndexRanges, ...],
         subject: str,
     ) -> Iterator[str]:
-        """Yield a fault if a device value at the end is not the required entries of a graph value.
+        """Yield a fault if a device's output or new state is not the expected entries of a graph value.
 
         Args:
             trace: The facts of all device values.
             device: Number of the device.
-            device_value: The value on the device.
+            device_value: The value on the device at the end of a run.
             graph_value: The value of the user's graph.
             expected_entries: The entries of `graph_value` that the device must have.
             subject: The subject of the message, such as ``output 'y'``.

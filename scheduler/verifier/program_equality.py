@@ -1,4 +1,4 @@
-"""The comparison of a device's program with a program that is proven already, so that equal programs are proven once.
+"""The comparison of a device's program with a proven program, so that equal programs are proven once.
 
 All inputs of the proof must be equal, node by node and instruction by instruction, with two exceptions:
 
@@ -22,12 +22,15 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 
 
 def make_equality_candidate_key(graph: Graph, program: Program) -> Hashable:
-    """Return a dictionary key that equal programs share; programs with equal keys are candidates, not proven equal."""
+    """Return a dictionary key for the comparison of programs: equal programs share the key.
+
+    Programs with equal keys are only candidates; `is_equal_to_proven_program` compares them.
+    """
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
 def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
-    """Return whether the proof of one program also holds for another program, because they are equal except for names.
+    """Return whether a program equals a proven program except for names, so that the proof holds for both.
 
     Args:
         graph: The graph of the program in question. It is legal.
@@ -88,21 +91,27 @@ def _is_equal_node(
 
 
 def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
-    """Return the attributes of a collective without partners and sequence number."""
+    """Return the attributes of a node without the partners and the sequence number of a collective."""
     return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 
 def _locate_values(
     values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
 ) -> list[tuple[int, int] | None]:
-    """Return each value as (position of its node in the graph, result number)."""
+    """Return each value's position as (position of its node in the graph, result number); None if missing."""
     return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 
 def _has_equal_tensors(
     tensors: Mapping[str, Any], proven_tensors: Mapping[str, Any], name_by_proven_name: Mapping[str, str]
 ) -> bool:
-    """Return whether two tables of tensors by name are equal, after the names of the second table are translated."""
+    """Return whether two tables of tensors by name are equal, if names of the proven table are translated.
+
+    Args:
+        tensors: The tensors of the program in question, by name.
+        proven_tensors: The tensors of the proven program, by name.
+        name_by_proven_name: The name in the program in question for each name in the proven program.
+    """
     return dict(tensors) == {
         name_by_proven_name.get(name, ""): tensor for name, tensor in proven_tensors.items()
     } and len(tensors) == len(proven_tensors)

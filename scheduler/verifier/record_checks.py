@@ -18,7 +18,7 @@ from ..ir.layout import Layout, Local, Replicate, Shard
 
 
 def find_record_faults(plan: Plan) -> Iterator[str]:
-    """Yield all faults of the fields of a plan, except the graphs and programs of its devices, as text."""
+    """Yield the faults of a plan's fields, as text; the graphs and programs of devices have other checks."""
     try:
         verify(plan.graph)
     except GraphError as why:
@@ -44,7 +44,7 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
 
 
 def _is_device_name(name: str) -> bool:
-    """Return whether `name` is exactly the text that a parsed device name has."""
+    """Return whether `name` is a valid device name in normal form: parsed and formatted, it stays the same."""
     try:
         return str(DeviceName.parse(name)) == name
     except BackendError:
@@ -52,9 +52,7 @@ def _is_device_name(name: str) -> bool:
 
 
 def _find_device_list_faults(plan: Plan) -> Iterator[str]:
-    """Yield device faults: no device, a device that occurs twice, wrong ranks, or a device that its backend does not
-    have.
-    """
+    """Yield faults of the device list: no device, a repeated device, wrong ranks, or a device that does not exist."""
     if not plan.lanes:
         yield "it has no devices"
     if len({str(device_plan.device) for device_plan in plan.lanes}) != len(plan.lanes):
@@ -78,7 +76,7 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
 
 
 def find_leaf_faults(plan: Plan) -> Iterator[str]:
-    """Yield leaves of devices that are not leaves of the user's graph, or have another op, dtype or layout there.
+    """Yield faults of leaves on devices: unknown names, and other ops, dtypes or layouts than in the user's graph.
 
     The caller has checked graphs and layouts.
     """
@@ -96,12 +94,12 @@ def find_leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
-    """Return whether a device has the whole value of a leaf with this layout."""
+    """Return whether a device has the whole value, all entries of all axes, under this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
 def _find_sharding_faults(plan: Plan) -> Iterator[str]:
-    """Yield sharded axes that do not exist, or that differ from the axis of the leaf's layout."""
+    """Yield faults of sharded axes: axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for sharded_factor in plan.cuts:
         if [type(part) for part in sharded_factor] != [str, int, int, int]:

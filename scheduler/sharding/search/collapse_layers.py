@@ -21,7 +21,7 @@ from ....graph.node import Node, Value
 
 @dataclass(frozen=True, slots=True)
 class CollapsedGraph:
-    """A graph in which one layer stands for several equal layers.
+    """A graph in which equal repeated layers are collapsed: one layer stands for several equal layers.
 
     - `node_multiplicity`: the number of original nodes of each node.
     - `leaf_copies`: for each leaf, by name, the names of the original leaves.
@@ -34,9 +34,10 @@ class CollapsedGraph:
 
 @dataclass(slots=True)
 class _LayerSection:
-    """The nodes between two split points, the values that cross there, and the leaves that only these nodes read.
+    """A section of the graph between two points where exactly one value crosses, such as a decoder layer.
 
-    `own_leaves` maps each of these leaves to its position.
+    It has the nodes, the crossing values, and the leaves that only these nodes read. `own_leaves` maps each of these
+    leaves to its position.
     """
 
     nodes: Sequence[Node]
@@ -46,10 +47,10 @@ class _LayerSection:
 
 
 def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
-    """Return `graph` with two sections in place of each longer repetition, or None without repetitions.
+    """Collapse repeated layers: keep two of each longer sequence of equal layers; return None without repetitions.
 
-    The first section stands for all but the last. So every section has the same successor as in the original; the
-    place of a sum over devices depends on the successor.
+    The first one stands for all but the last. So every section has the same successor as in the original; the place
+    of a sum over devices depends on the successor.
     """
     nodes = [
         n for n in order_with_state_updates(graph) if not n.is_leaf
@@ -68,12 +69,12 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
 def _split_at_single_crossing_values(
     nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph into sections, wherever exactly one value crosses that is not in `lasting_values`.
+    """Split the graph into sections at each point where a single value crosses, apart from long-lived values.
 
     Args:
         nodes: The nodes that compute, in order.
         spans: For each value the positions of its node and of its last reader.
-        lasting_values: Long-lived values, which do not count.
+        lasting_values: Long-lived values, such as a mask that every layer reads; they do not count.
     """
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (defined_at, read) in spans.items():
@@ -98,7 +99,7 @@ def _split_at_single_crossing_values(
 
 
 def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
-    """Return a key that sections share if they are equal except for the names of nodes and of own leaves."""
+    """Make a key that equal sections share; names of nodes and of leaves of one section do not count."""
     number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
 
@@ -120,7 +121,7 @@ def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[
 
 
 def _join_sections(graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
-    """Return a graph of the first section of each group; None if the spec of a value that crosses differs."""
+    """Join the first section of each group to a graph; return None if crossing values have different specs."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     leaf_copies: dict[str, tuple[str, ...]] = {}

@@ -1,7 +1,9 @@
 """The factor search: a greedy search over groups of factors, scored by the predicted time of the whole graph.
 
-1. Group the factors of repeated layers by their use (`group_factors`); names are not used. So the time of the search
-   grows with the number of different subgraphs, not with the number of layers.
+A factor is an index of the graph that a plan can shard, such as the KV heads.
+
+1. Group the factors of repeated layers by their use, without names (`group_factors`). So the time of the search grows
+   with the number of different subgraphs, not with the number of layers.
 2. From no factor, add the group that saves most compute for each second of collectives, while the total time falls.
 3. Among results of about equal time, take the one with the fewest bytes on each device.
 """
@@ -36,7 +38,7 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class FactorChoice:
-    """The factors to shard, the considered alternatives as text, and predictions for one run.
+    """The chosen factors to shard, the considered alternatives as text, and predictions for one run.
 
     `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without
     sharding. `stored_bytes` counts weights and states on each device.
@@ -51,7 +53,7 @@ class FactorChoice:
 
 
 class FactorSearch:
-    """The search for the best set of factors of one graph, for any number of devices.
+    """The search for the best set of factors (shardable indices) of one graph, for any number of devices.
 
     Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
     """
@@ -71,7 +73,7 @@ class FactorSearch:
         )
 
     def choose_factors(self, device_count: int, hardware: Hardware, *, eager: bool = False) -> FactorChoice:
-        """Return the set of factors with the least predicted time on this number of devices.
+        """Choose the set of factors to shard that gives the least predicted time on this number of devices.
 
         Args:
             device_count: The number of devices.
@@ -90,7 +92,7 @@ class FactorSearch:
 
 
 class _GraphSearch:
-    """The search over one graph, with the assignment of each set of factors."""
+    """The factor search over one graph; it keeps the assignment of each set of factors."""
 
     def __init__(self, graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int]) -> None:
         self.graph, self.factors, self.node_multiplicity = graph, factors, node_multiplicity
@@ -103,7 +105,7 @@ class _GraphSearch:
     def find_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
-        """Return the assignment for `chosen_factors`, derived from the one for `current_factors`.
+        """Find the assignment for `chosen_factors`, or propagate it from the assignment for `current_factors`.
 
         None means that the chosen factors conflict in a weight or state.
         """
@@ -117,7 +119,7 @@ class _GraphSearch:
         return self._assignments[chosen_factors]
 
     def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
-        """Return the best set of factors of this graph, as `FactorSearch.choose_factors`."""
+        """Choose the set of factors of this graph with the least predicted time, as `FactorSearch.choose_factors`."""
         costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
@@ -139,7 +141,7 @@ class _GraphSearch:
     def _score_extensions(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Return the scores of `current` with each of these groups added, by name, for groups that can be added."""
+        """Score `current` with each of these groups added, by group name; groups that cannot be added are left out."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
@@ -153,7 +155,7 @@ class _GraphSearch:
     def _grow_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add one group of factors after another to `unsharded` while that pays; note each step in `notes`."""
+        """Add groups of factors to `unsharded` greedily, one after another while that pays; note each in `notes`."""
         current = unsharded
         while tried := self._score_extensions(costs, self.factor_groups, current):
             saving_ratios = {
@@ -215,7 +217,7 @@ def _expand_to_full_graph(
     collapsed_factors: Factors,
     chosen_factors: frozenset[Factor],
 ) -> frozenset[Factor] | None:
-    """Return the factors of `graph` at the positions of the factors of its collapsed form, in all repetitions.
+    """Map the chosen factors of the collapsed graph to factors at the same positions in all layers of the graph.
 
     None means that the two graphs have different factors.
     """
@@ -234,7 +236,7 @@ def _expand_to_full_graph(
 
 @dataclass(frozen=True, slots=True)
 class _ScoredFactors:
-    """A set of factors, its predicted time, and the stored bytes of each device."""
+    """A set of factors with its score: the predicted time of a run, and the stored bytes of each device."""
 
     factors: frozenset[Factor]
     estimate: Estimate
@@ -256,7 +258,7 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Return seconds of kernels saved for each second of collectives added; -1 if the factors do not pay."""
+    """Compute the saving ratio: kernel seconds saved per second of collectives added; -1 if the factors do not pay."""
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)
     pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else after.total < before.total)
@@ -264,7 +266,13 @@ def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> flo
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Return the phrase that says why one set of factors was preferred to another."""
+    """Explain in a phrase why `chosen` was preferred to `other`.
+
+    Args:
+        chosen: The chosen set of factors.
+        other: Another set of factors.
+        has_best_ratio: Whether `chosen` saves most seconds for each second of collectives.
+    """
     if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total
@@ -278,10 +286,10 @@ def _format_cost(cost: Estimate) -> str:
 def group_factors(
     graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int] = NO_MULTIPLICITY
 ) -> dict[str, list[Factor]]:
-    """Return groups of factors with equal use, by a name for people, without blocked factors.
+    """Group factors with equal use, such as the heads of all layers; return the groups by a readable name.
 
     A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A
-    later, longer step slices other rows of the same state.
+    later, longer step slices other rows of the same state. Blocked factors are left out too.
 
     Args:
         graph: The graph to search.
@@ -316,7 +324,7 @@ def group_factors(
 
 
 def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
-    """Return the name of a group of factors.
+    """Describe a group of factors by a readable name.
 
     Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
     %output.weight (128 pieces)``.
@@ -332,7 +340,7 @@ def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], la
 
 
 def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]) -> Value | None:
-    """Return a weight or state that the chosen factors would shard twice, or None.
+    """Find a weight or state that the chosen factors would shard along two axes, or return None.
 
     A leaf can be sharded along one axis only.
     """
@@ -351,7 +359,7 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return for each chosen factor one position (leaf, axis, segment, place in the segment) that identifies it.
+    """List one position (leaf, axis, segment, place in the segment) per chosen factor, as the factor's identity.
 
     The positions are valid in every graph over the same leaves. A leaf that `leaf_layouts` shards along another axis
     is not used.
@@ -367,7 +375,7 @@ def list_factor_positions(
 def list_all_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """Return every position (leaf, axis, segment, place in the segment) of the chosen factors.
+    """List every position (leaf, axis, segment, place in the segment) of the chosen factors.
 
     So a graph over some of the leaves can find them (`factors_from_positions`).
     """
@@ -377,7 +385,7 @@ def list_all_factor_positions(
 def _iterate_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
-    """Yield each chosen factor with each position that it has in a weight or state."""
+    """Iterate over the chosen factors with each position that they have in a weight or state."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes_of(node.results[0])):
@@ -388,7 +396,7 @@ def _iterate_factor_positions(
 def factors_from_positions(
     graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
-    """Return the factors of `graph` at positions that `list_factor_positions` returned for another graph.
+    """Find the factors of a graph at positions that `list_factor_positions` returned for another graph.
 
     Args:
         graph: A graph over leaves of the other graph.
@@ -411,7 +419,7 @@ def assign_shard_ranges(
     proportions: Sequence[float],
     earlier_layouts: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
 ) -> ShardRanges:
-    """Return the shard ranges of all sharded factors, assigned in the order of their leaves.
+    """Assign the index ranges of all sharded factors to devices, in the order of their leaves.
 
     The fixed order makes related plans agree. A leaf with a layout from an earlier plan keeps it.
 
@@ -436,6 +444,6 @@ def assign_shard_ranges(
 
 
 def _natural_sort_key(position: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Return a sort key that puts layer 9 before layer 10."""
+    """Make a sort key that orders numbers in leaf names by value: layer 9 comes before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in position[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *position[1:])

@@ -29,7 +29,7 @@ from ..propagation import (
 
 
 class IncrementalPropagator:
-    """Derives the layouts of one graph for many sets of factors, each from the assignment of a similar set."""
+    """Propagates layouts for many sets of sharded factors of one graph, each from the assignment of a similar set."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -46,7 +46,9 @@ class IncrementalPropagator:
     def propagate_from_base(
         self, chosen_factors: frozenset[Factor], base_assignment: ShardingAssignment
     ) -> ShardingAssignment:
-        """Return the same assignment as `propagate_layouts`, computed from the differences to another assignment.
+        """Propagate the layouts for a set of factors from a base assignment; visit only nodes that may differ.
+
+        The result equals the result of `propagate_layouts`.
 
         Args:
             chosen_factors: The factors to shard.
@@ -64,7 +66,7 @@ class IncrementalPropagator:
 
 
 class _IncrementalPropagation(LayoutPropagation):
-    """One propagation over the nodes that may differ from a base assignment, operands first.
+    """One incremental propagation: it visits only the nodes that may differ from a base assignment, operands first.
 
     Args:
         propagator: The graph, its factors and node positions.
@@ -115,8 +117,9 @@ class _IncrementalPropagation(LayoutPropagation):
         self.stored_values, self.base_assignment = propagator.stored_values, base_assignment
 
     def propagate_changes(self, changed_nodes: set[Node]) -> ShardingAssignment:
-        """Assign layouts to the changed nodes and to all nodes that depend on a changed layout; return the new
-        assignment.
+        """Propagate changes: assign layouts to the changed nodes and to all nodes that depend on a changed layout.
+
+        Returns the new assignment of the whole graph.
         """
         nodes, out, base = self.graph.nodes, self.assignment, self.base_assignment
         leaves = {value.node for value in self.replicated_weights ^ base.replicated_weights}
@@ -154,7 +157,7 @@ class _IncrementalPropagation(LayoutPropagation):
         return out
 
     def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether a conversion before the current node gives `value` this layout."""
+        """Return whether a conversion before the current node converts `value` to this layout."""
         return any(
             c.target_layout == layout
             for place, _, c in self.conversions_of_value.get(value, ())
@@ -162,10 +165,10 @@ class _IncrementalPropagation(LayoutPropagation):
         )
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value` is a weight, a state or a view of one, at a position before the current node."""
+        """Return whether `value`, produced before the current node, is a weight, a state or a view of one."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
-        """Add a conversion at the position of the current node."""
+        """Record a layout conversion at the position of the current node."""
         self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
         self.conversion_count += 1

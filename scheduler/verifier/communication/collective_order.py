@@ -19,7 +19,7 @@ from ....ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One collective instruction of a device: its op, sequence number, attributes, and operand and result specs."""
+    """A call of a collective by a device: op, sequence number, attributes, and operand and result specs."""
 
     device: int
     op: str
@@ -30,7 +30,7 @@ class CollectiveCall:
 
     @property
     def agreement_key(self) -> tuple[object, ...]:
-        """The properties in which all participants must agree: all except the rank and the sizes of shards."""
+        """The properties on which all participants must agree: all except the rank and the shard sizes."""
         terms = tuple((k, v) for k, v in sorted(self.attributes.items()) if k != "rank")
         return self.op, terms, make_transfer_key(self.specs) if self.op == "all_reduce" else ()
 
@@ -39,17 +39,20 @@ class CollectiveCall:
 
 
 def make_transfer_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
-    """Return the shapes and dtypes in which all participants must agree; all float dtypes count as equal."""
+    """Return the shapes and dtypes of a transfer as a key that must be equal on all participants.
+
+    All float dtypes count as equal.
+    """
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 
 def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]:
-    """Return the collective calls of one device, in program order."""
+    """List the collective calls of one device, in program order."""
     return [_make_collective_call(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
 def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
-    """Return a collective instruction as a call, with the specs of its operands and results."""
+    """Make the call of a collective instruction, with the specs of its operands and results."""
     number = instruction.attrs["sequence"]
     assert isinstance(number, int)
     shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))
@@ -57,7 +60,10 @@ def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCa
 
 
 def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield collectives with missing participants or different calls, calls in the wrong order, and deadlocks."""
+    """Yield the faults of the collectives of all devices, as text.
+
+    Faults are missing participants, different calls, calls in a wrong order, and deadlocks.
+    """
     calls_by_device = [list_collective_calls(d, p) for d, p in enumerate(programs)]
     complaints = [*_find_group_faults(calls_by_device), *_find_message_faults(calls_by_device)]
     for calls in calls_by_device:
@@ -70,7 +76,7 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Yield collectives with a missing participant, unequal calls, or a wrong rank."""
+    """Yield faults of collectives in a device group: a missing participant, unequal calls, or a wrong rank."""
     groups: dict[int, dict[int, CollectiveCall]] = {}
     for call in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(call.sequence, {})[call.device] = call
@@ -91,7 +97,7 @@ def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> I
 
 
 def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Yield sends without a receive, receives without a send, and pairs of different specs."""
+    """Yield faults of messages: a send without a receive, a receive without a send, or different specs of the two."""
     sent = {(a.device, a.attributes["to"], a.sequence): a for calls in calls_by_device for a in calls if a.op == "send"}
     received = {
         (a.attributes["source"], a.device, a.sequence): a
@@ -110,7 +116,7 @@ def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) ->
 
 
 def find_deadlocks(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Simulate all devices, each in its program order, and yield the calls that wait for each other for ever.
+    """Find deadlocks: simulate all devices in program order, and yield the calls that wait for each other.
 
     A send ends at once. A receive waits for its send. All other collectives wait for all participants.
     """

@@ -28,7 +28,11 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 
 
 class PendingCollective(NamedTuple):
-    """The next collective that a device will call: the run, the call of its program, and the participants."""
+    """The next collective that a device will call in a simulated run.
+
+    The tuple has the number of the run, the call of the device's program, and the numbers of the participating
+    devices.
+    """
 
     run: int
     call: CollectiveCall
@@ -39,11 +43,11 @@ class PendingCollective(NamedTuple):
 
 
 def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
-    """Yield all faults of a pipeline order as text.
+    """Yield all faults of a pipeline order, as text: actions in a wrong order, and collectives that do not match.
 
     Args:
         programs_by_run: For each run the program of each device.
-        order: For each device its actions, in order.
+        order: For each device its actions (`put`, `run`, `keep`), in order.
     """
     known = [tuple(map(id, run)) for run in programs_by_run]
     calls_by_programs = {
@@ -74,12 +78,19 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
 
 
 def find_all_device_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a fault for the first collective in which all devices participate; such runs cannot be pipelined."""
+    """Yield a fault for the first collective in which all devices participate.
+
+    Runs with such a collective cannot be pipelined: pipeline stages must work on different runs at the same time.
+    """
     return _find_all_device_call_faults(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
-    """Return the collective calls of each device, in program order, each with the numbers of its participants."""
+    """Return the collective calls of each device, in program order, each with the numbers of its participants.
+
+    The participants of a message are its sender and its receiver. The participants of another collective are all
+    devices that call a collective with the same key.
+    """
     calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
@@ -92,14 +103,14 @@ def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParti
 
 
 def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
-    """Return the numbers of the sender and of the receiver of a message."""
+    """List the device numbers of the sender and of the receiver of a message."""
     if message.op == "send":
         return message.device, as_integer(message.attributes["to"])
     return as_integer(message.attributes["source"]), message.device
 
 
 def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield a fault for the first collective in which all devices participate."""
+    """Yield a fault for the first collective call in which all devices participate."""
     every = (
         a
         for calls in calls_by_device
@@ -114,7 +125,7 @@ def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iter
 
 
 def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
-    """Yield the actions of one device that find the wrong content in its arena or its states.
+    """Yield the actions of one device that are out of order and find wrong content in the arena or the states.
 
     The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the
     arena has room for one run. Runs must be executed in order, because each run reads the states that the run before
@@ -146,9 +157,9 @@ def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], ru
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
-    """Simulate the collectives of all devices; yield the first mismatch, or the calls that wait for each other.
+    """Simulate the collectives of all devices, and yield the first mismatch or the calls that wait for each other.
 
-    A collective happens when all participants have reached it. A mismatch is a participant that calls another
+    A collective is executed when all participants have reached it. A mismatch is a participant that calls another
     collective, or the collective of another run.
     """
     at = [0] * len(calls_by_device)
@@ -185,5 +196,8 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
 
 
 def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
-    """Return the op and sequence number on which all participants must agree; sends and receives count as one op."""
+    """Return the key (op, sequence number) on which all participants of a collective must agree.
+
+    `send` and `receive` count as the same op.
+    """
     return pending.call.op in POINT_TO_POINT_OPS or pending.call.op, pending.call.sequence

@@ -18,7 +18,7 @@ from ....ops.registry import find_storage_kind
 
 
 class BufferContents:
-    """The value that each byte range of each buffer holds at the current instruction.
+    """The values that the byte ranges of a device's buffers hold at the current instruction.
 
     For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
     `overwritten_values` collects the values that lost bytes, until a caller clears the list. `arena_end` is the end
@@ -33,8 +33,9 @@ class BufferContents:
         self.arena_end = 0
 
     def record_write(self, extent: tuple[int, int, int], value: object) -> None:
-        """Record that a byte range holds `value` from now on, and add the values that it overwrites to
-        `overwritten_values`.
+        """Record that an instruction writes `value` to a byte range, and collect the values that the write overwrites.
+
+        The values with overwritten bytes are added to `overwritten_values`.
 
         Args:
             extent: The buffer number, the first byte and the end byte.
@@ -61,8 +62,12 @@ class BufferContents:
         ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Return the first byte and the value of the content that has all bytes of `extent`; (start, None) for mixed
-        content.
+        """Find the value that was written to all bytes of `extent`, and return (first byte of the value, value).
+
+        Returns (first byte of `extent`, None) if the bytes hold several values or unknown content.
+
+        Args:
+            extent: The buffer number, the first byte and the end byte.
         """
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
@@ -71,7 +76,7 @@ class BufferContents:
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
     def check_bounds(self, tensor: Tensor) -> str | None:
-        """Return why a tensor is not within its buffer, or None if it is."""
+        """Check the bounds of a tensor: return why the tensor is not within its buffer, or None."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
             return f"{tensor} is in no buffer of the program"
         if not _has_valid_strides(tensor.shape, tensor.strides):
@@ -82,7 +87,7 @@ class BufferContents:
         return None
 
     def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
-        """Return why the bytes of a tensor do not hold a certain view of a value, or None if they do.
+        """Check that a tensor's bytes hold a view of a value: return why they do not, or None.
 
         Args:
             tensor: The tensor that an instruction reads.
@@ -104,7 +109,10 @@ class BufferContents:
 
 
 class ViewedValue(NamedTuple):
-    """A value as a view of its base value: offset and strides count elements of the stored dtype."""
+    """A value as a view of the base value that owns its memory: base, offset, shape and strides.
+
+    Offset and strides count elements of the stored dtype.
+    """
 
     base: Value
     offset: int
@@ -113,23 +121,26 @@ class ViewedValue(NamedTuple):
     dtype: DType
 
     def compute_start_byte(self, base_start_byte: int) -> int:
-        """Return the first byte of the view in its buffer.
+        """Return the byte of the buffer at which the view starts.
 
         Args:
-            base_start_byte: The byte at which the base value begins.
+            base_start_byte: The byte of the buffer at which the base value starts.
         """
         return base_start_byte + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
 class ViewTable:
-    """The views of a graph's values, computed with the functions with which the ops declare their views."""
+    """A table with all views of a graph's values, each resolved to the value that owns the memory.
+
+    The ops declare how they compute views.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.view_by_value: dict[Value, ViewedValue] = {}
 
     def resolve_view(self, value: Value) -> ViewedValue:
-        """Return a value as a view of the value that owns its memory; intermediate views are cached."""
+        """Return a value as a view of the value that owns the memory; the results are cached."""
         if (known := self.view_by_value.get(value)) is not None:
             return known
         chain = [value]
@@ -146,7 +157,7 @@ class ViewTable:
 
 
 def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
-    """Return the result of a view node as a view of the base of its source."""
+    """Apply a view node, such as a transpose, to the view of its operand; return a view of the same base."""
     shift, shape, strides = _compute_view_geometry(
         node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
     )
@@ -157,9 +168,15 @@ def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
 def _compute_view_geometry(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the offset of a view from its source, its shape and its strides, in elements.
+    """Return the offset, the shape and the strides of the view that an op takes of a tensor, in elements.
 
-    They are computed on an array of single bytes that is never read.
+    The function applies the op's declared view to a NumPy array of single bytes that is never read.
+
+    Args:
+        op: The name of the view op.
+        attrs: The attributes of the node.
+        shape: The shape of the source.
+        strides: The strides of the source, in elements.
     """
     as_view = REGISTRY[op].as_view
     assert as_view is not None
@@ -170,16 +187,16 @@ def _compute_view_geometry(
 
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
-    """Return the dtype in which a backend stores a value that is not a view."""
+    """Find the dtype in which a backend stores a value that is not a view."""
     return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
 def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
-    """Return why the scratch of an instruction is not an aligned byte row in the arena, or None if it is.
+    """Check the scratch tensor of an instruction: return why it is not an aligned byte row in the arena, or None.
 
     Args:
         contents: The buffers of the program.
-        scratch: The scratch tensor of the instruction, None without scratch.
+        scratch: The scratch tensor of the instruction; None without scratch.
         needed_bytes: The scratch bytes that the backend needs for the node.
     """
     if scratch is None:
@@ -193,19 +210,19 @@ def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes
 
 
 def format_content(content: object) -> str:
-    """Format the content of a byte range for a message; None stands for unknown or mixed content."""
+    """Format the content of a byte range for a message: the name of the value, or ``something else`` for None."""
     return "something else" if content is None else repr(content)
 
 
 def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Return (buffer number, first byte, end byte) of all bytes that a tensor's strides can reach."""
+    """Compute the byte extent (buffer number, first byte, end byte) of all bytes that a tensor's strides reach."""
     reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Return the number of bytes from the first element to the end of the last element that the strides can reach."""
+    """Compute the bytes that strides can reach, from the first element to the end of the last element."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -214,7 +231,10 @@ def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], d
 
 @lru_cache(maxsize=1 << 14)
 def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has a stride for each axis, and sizes and strides from 0 to ``MAX_SIZE // 16``."""
+    """Return whether a tensor has one stride for each axis, and no negative or too large sizes and strides.
+
+    The largest allowed size or stride is ``MAX_SIZE // 16``.
+    """
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
@@ -224,7 +244,7 @@ def has_common_bytes(extent: tuple[int, int, int], other_extent: tuple[int, int,
 
 
 def is_dense(tensor: Tensor | ViewedValue) -> bool:
-    """Return whether the elements are consecutive in row-major order; the stride of an axis of size 1 is ignored."""
+    """Return whether the elements are consecutive in row-major order; strides of axes of size 1 are ignored."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:
         return True

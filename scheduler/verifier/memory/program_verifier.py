@@ -34,7 +34,7 @@ LEAF_OPS = ("weight", "state", "constant")
 
 
 def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
-    """Raise `PlanError` with the first fault of a program; return if it has none.
+    """Verify that a program computes its graph; raise `PlanError` with the first fault.
 
     Args:
         graph: The graph that the program must run.
@@ -46,7 +46,13 @@ def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
 
 
 def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Yield all faults of `program` as text; the arguments are the same as for `verify_program`."""
+    """Yield all faults of `program` as text.
+
+    Args:
+        graph: The graph that the program must run.
+        program: The program.
+        backend: The backend of the device; it decides dtypes and scratch bytes.
+    """
     complaints = list(_find_buffer_faults(graph, program, backend))
     if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
         complaints.append("each entry of undo must be an instruction number and an instruction")
@@ -56,7 +62,10 @@ def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Yield buffer faults: buffer 0 is the arena; each weight, state and constant has one buffer of the stored size."""
+    """Yield the faults of a program's buffers.
+
+    Buffer 0 must be the arena. Each weight, state and constant must have one buffer of the stored size.
+    """
     if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
         yield "its first buffer is not the arena"
         return
@@ -76,7 +85,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 class _ProgramCheck:
-    """The check of one program, instruction by instruction."""
+    """The check of one program, instruction by instruction, against the contents of memory."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
@@ -87,7 +96,7 @@ class _ProgramCheck:
         self.executed_work: set[object] = set()
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the program, in the order of its instructions."""
+        """Find all faults of the program, in the order of its instructions."""
         yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:
@@ -152,7 +161,7 @@ class _ProgramCheck:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _is_allowed_final_content(self, content: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may have this content after the run: the new state, else the content before it."""
+        """Return whether a buffer may hold this content after a run: the updated state, or else the old content."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
@@ -164,7 +173,10 @@ class _ProgramCheck:
     # -------------------------------------------------------------------------------------------------- each step
 
     def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
-        """Yield faults of an instruction that is not a save, and record its writes."""
+        """Find the faults of an instruction that computes a node, and record its writes.
+
+        Saves of states have another check (`UndoCheck`).
+        """
         work = self._find_node_of_instruction(instruction)
         if isinstance(work, str):
             yield work
@@ -196,9 +208,9 @@ class _ProgramCheck:
             self.contents.record_write(extent, written_value)
 
     def _find_node_of_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
-        """Return the node that an instruction computes, or text that says why it computes none.
+        """Find the node that an instruction computes; return text about the reason if it computes none.
 
-        It may also be the copy of a new state over the old one.
+        The instruction may also be the copy of a new state over the old one.
 
         Returns:
             The node, the values that it writes, and a key that is unique for each node or state copy.
@@ -227,7 +239,7 @@ class _ProgramCheck:
         return cont(new).node, (state,), update
 
     def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
-        """Yield operands that are not the node's operands, and strided operands of kernels for dense operands."""
+        """Yield faults of operands: values that are not the node's, and strides that the kernel cannot read."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"
@@ -238,7 +250,7 @@ class _ProgramCheck:
                     yield f"operand {position} is {tensor}, but its kernel reads dense operands only"
 
     def _check_write_location(self, tensor: Tensor, value: Value) -> str | None:
-        """Return why `value` must not be written to `tensor`, or None if it may; allowed are the arena and states."""
+        """Check that `value` may be written to `tensor`, in the arena or over its state; return why not."""
         whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
             return f"{value!r}, stored as {whole.dtype}, is written to {tensor}"
@@ -252,7 +264,10 @@ class _ProgramCheck:
 
 
 def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """Return whether element i of both tensors has the same offset, if the tensors begin at the same byte."""
+    """Return whether two tensors have equal strides, so that element i of both has the same offset.
+
+    Strides of axes that have no second element are ignored.
+    """
     triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
@@ -260,7 +275,9 @@ def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
 def _find_overlap_faults(
     instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]
 ) -> Iterator[str]:
-    """Yield results or scratch that overlap each other, or an operand that the op does not declare as in-place.
+    """Yield faults of overlapping memory: results or scratch that overlap each other or an operand.
+
+    A result may overlap an operand that the op declares as in-place.
 
     Args:
         instruction: The instruction.

@@ -42,7 +42,7 @@ RESTORE_OP_BY_SAVE_OP = {cont.name: cont.name, get_rows.name: set_rows.name}
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state: all of it, or the rows that `row_index` numbers."""
+    """A state that was saved for the undo of a run: all of it, or only the rows in `row_index`."""
 
     instruction_number: int
     state: Tensor
@@ -51,7 +51,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class InstructionLabel:
-    """The number and the name of an instruction, formatted only when a message needs it."""
+    """The label of an instruction in messages: its number and name, formatted only when a message needs it."""
 
     number: int
     node_name: str
@@ -62,7 +62,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContent:
-    """The content of the bytes to which a state was saved."""
+    """A marker of the bytes that hold a saved state, recorded as the content of these bytes."""
 
     state_name: str
 
@@ -71,7 +71,7 @@ class SavedContent:
 
 
 def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
-    """Return the save of a state and its restoring instruction as graph nodes, in order to ask the backend about them.
+    """Build graph nodes for the save of a state and for its restore, in order to ask the backend about their support.
 
     Args:
         instruction: The saving instruction, `cont` or `get_rows`.
@@ -87,7 +87,7 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
 
 
 def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """Yield the nodes of all saves and restores of a correct program; they are not in its graph."""
+    """List the nodes that save and restore states in a correct program; they are not in its graph."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
@@ -95,7 +95,7 @@ def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node
 
 
 class UndoCheck:
-    """The check of all saves of one program, instruction by instruction.
+    """The check of all state saves of one program, from which the undo restores states after a failed run.
 
     Args:
         graph: The graph of the device.
@@ -116,7 +116,7 @@ class UndoCheck:
         self.valid_restores: list[Instruction] = []  # restoring instructions without faults
 
     def find_save_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
-        """Yield the faults of a saving instruction and of its restoring instruction, and record the saved bytes.
+        """Find the faults of a saving instruction and of its restoring instruction, and record the saved bytes.
 
         Args:
             step: The number of the instruction in the program.
@@ -158,7 +158,7 @@ class UndoCheck:
         yield from self._find_overwritten_undo_source_faults(where)
 
     def _find_save_operand_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield faults of a save and its restore in ops, operands and locations, without a look at memory contents."""
+        """Find faults in the ops, operands and locations of a save and its restore; memory contents are not checked."""
         state, saved_tensor = (*save.src, None)[0], (*save.dst, None)[0]
         if (
             RESTORE_OP_BY_SAVE_OP.get(save.op) != restore.op
@@ -208,7 +208,7 @@ class UndoCheck:
             yield "it overwrites its operands"
 
     def _find_save_kernel_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Yield the faults of a save and its restore as kernels: dtypes, names, scratch and dense operands."""
+        """Find faults of a save and its restore as kernels: dtypes, names, scratch and dense operands."""
         state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
@@ -226,7 +226,7 @@ class UndoCheck:
                     yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
     def find_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
-        """Yield a fault if a computing instruction overwrites unsaved state entries, or values that the undo reads.
+        """Find overwrites of state entries that were not saved, and of values that the undo reads.
 
         Args:
             step: The number of the instruction in the program.
@@ -249,10 +249,13 @@ class UndoCheck:
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
     def _find_overwritten_undo_source_faults(self, subject: object) -> Iterator[str]:
-        """Yield the values that were just overwritten although the undo reads them.
+        """Yield faults for values that the last instruction overwrote although the undo reads them.
 
-        A state that is the row index of other states may change after it was saved itself: the undo restores it
-        first.
+        Exception: a state that is the row index of other states may change after its own save, because the undo
+        restores it first.
+
+        Args:
+            subject: The instruction, as the subject of messages.
         """
         for value in self.contents.overwritten_values:
             if value in self.last_save_by_value and not self._is_state_restored_before_use(value):
@@ -260,7 +263,7 @@ class UndoCheck:
         self.contents.overwritten_values.clear()
 
     def _is_state_restored_before_use(self, value: object) -> bool:
-        """Return whether the undo restores the state `value` before it reads this state as a row index."""
+        """Return whether the undo restores the state `value` before it uses the state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [
@@ -273,8 +276,9 @@ class UndoCheck:
         )
 
     def find_undo_order_faults(self) -> Iterator[str]:
-        """Yield restores that are not in reverse order of the saves, and restores with scratch in bytes that the undo
-        reads.
+        """Find faults in the order of the undo: restores that are not in reverse order of the saves.
+
+        Restores with scratch in bytes that the undo reads are faults too.
         """
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
@@ -290,7 +294,7 @@ class UndoCheck:
 
 
 def _is_row_index(index: Tensor, table: Tensor) -> bool:
-    """Return whether `index` has integers, for the same leading axes as `table`, that can number its rows."""
+    """Return whether `index` has integers and the leading axes of `table`, so that it can number the table's rows."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
@@ -301,12 +305,12 @@ def _require_tensor(tensor: Tensor | None) -> Tensor:
 
 
 def _is_saved_losslessly(state: Tensor, saved_tensor: Tensor) -> bool:
-    """Return whether the saved dtype can hold every number of the state exactly."""
+    """Return whether the dtype of a save can hold every number of the state without loss."""
     return saved_tensor.dtype is state.dtype or (saved_tensor.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
 def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Instruction, saved: SavedState) -> bool:
-    """Return whether an op declares that it changes only rows of the state that were saved.
+    """Return whether a write of a state changes only rows that were saved before, as the op declares.
 
     Args:
         node: The node that writes the state; None for the copy of a new state.
@@ -337,9 +341,9 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
 
 
 def _list_row_number_addresses(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """Return the byte offset of each row number, sorted for each index of the leading axes; None for other shapes.
+    """List the byte offsets of the row numbers in a row index, sorted within each index of the leading axes.
 
-    Two tensors with equal addresses read the same row numbers.
+    Two tensors with equal offsets read the same row numbers. The result is None for other shapes.
     """
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):

@@ -1,8 +1,8 @@
-"""The value trace of a short plan with repetitions that may follow each other in any order.
+"""The value trace of a plan with repeated layers, in which repetitions may follow each other in any order.
 
-The values that a repetition carries to the next must be the same graph values in every repetition, shifted by the
-repetition index. A partial sum must be complete where it is carried. The readers of a carried partial sum see one
-opaque term per device in place of its terms.
+A repetition is one repeated layer of a graph. The values that a repetition carries to the next one must be the same
+graph values in every repetition, shifted by the repetition index. A partial sum must be complete where a repetition
+carries it. The readers of a carried partial sum see one opaque term per device in place of the terms of the sum.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ UNREACHABLE_INDEX = 1 << 62
 
 
 class CarriedValueTrace(ValueTrace):
-    """The value trace of the short graphs of all devices; it also requires equal carried values in all repetitions.
+    """A value trace that also verifies the values that one repeated layer passes to the next layer.
+
+    These carried values must be the same in all repetitions of the layer, and carried partial sums must be complete.
 
     Args:
-        numbering: The numbered values of the user's short graph.
-        graphs: The short graph of each device.
+        numbering: The numbered values of the user's shortened graph.
+        graphs: The shortened graph of each device.
         leaf_facts: The fact about each leaf except constants, by device number and leaf name.
-        shortened: The shortened graph of the user.
+        shortened: The user's shortened graph, with few repetitions of the repeated layers.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class CarriedValueTrace(ValueTrace):
                 self.producer_by_number.setdefault(numbering.number_by_value[value], (at, value.index))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the short graphs, and carried values that are incomplete or vary between repetitions."""
+        """Yield all faults of the device graphs, and carried values that are incomplete or vary between repetitions."""
         sound = True
         for why in super().find_faults():
             sound = False
@@ -66,7 +68,7 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carries()
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one node; replace a carried partial sum by one opaque term per device for its readers."""
+        """Record the facts of one node; replace a carried partial sum by one opaque term per device for the readers."""
         yield from super()._record_node_facts(device, node)
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
@@ -86,7 +88,7 @@ class CarriedValueTrace(ValueTrace):
         self.facts_by_node[device][node] = carried
 
     def _find_incomplete_carried_sums(self) -> Iterator[str]:
-        """Yield the carried partial sums that do not have each term on exactly one device."""
+        """Yield carried partial sums that are incomplete: each term must be on exactly one device when a layer ends."""
         for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
@@ -94,11 +96,14 @@ class CarriedValueTrace(ValueTrace):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
     def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
-        """Return why the devices' facts about a carried value do not form a complete sum; None if they do.
+        """Check that a partial sum that one repeated layer carries to the next is complete over all devices.
 
         Args:
             value_number: The number of the graph value.
             facts_by_device: The facts of each device about this value; each device must have exactly one.
+
+        Returns:
+            The reason if the sum is incomplete, else None.
         """
         if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
             return "not every device has exactly one partial sum"
@@ -108,7 +113,7 @@ class CarriedValueTrace(ValueTrace):
         return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carries(self) -> Iterator[str]:
-        """Yield carried values that are not the same graph value, entries and partial sum in every repetition."""
+        """Yield values that repeated layers carry unequally: with another graph value, entries or partial sum."""
         for device, runs in enumerate(self.device_repetitions):
             known: dict[CarriedKey, object] = {}
             for node, name in runs.carried_key_by_node.items():
@@ -125,11 +130,12 @@ class CarriedValueTrace(ValueTrace):
                     )
 
     def _find_position_in_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
-        """Return where a graph value is computed, relative to a repetition.
+        """Return the position at which a graph value is computed, relative to a repetition.
 
         Returns:
-            The position of its node in its repetition, its result number, and how many repetitions ago it was
-            computed. For a value from before all repetitions, the position in the graph and -1 repetitions.
+            The position of the value's node in its repetition, the result number, and the number of repetitions
+            between the computation and `repetition`. For a value from before all repetitions: the position of the
+            node in the graph, the result number, and -1.
         """
         at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)

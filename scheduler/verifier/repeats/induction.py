@@ -1,6 +1,8 @@
 """The verifier of plans with repeated layers: the proof of a short plan also holds for the deep plan.
 
-The short plan is proven like any other plan. The rest is an induction over the repetitions. Before each repetition:
+The deep graph is the user's graph with all repetitions of a layer. The short graph keeps only a few repetitions, the
+kinds; each kind stands for many repetitions of the deep graph. The short plan is proven like any other plan. The rest
+is an induction over the repetitions. Before each repetition:
 
 1. the memory of a device has the same layout;
 2. each location has the same graph value, shifted by the repetition index;
@@ -9,7 +11,7 @@ The short plan is proven like any other plan. The rest is an induction over the 
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
 - `find_repeated_graph_faults`: the deep graph is the short graph with more repetitions.
-- `find_repetition_faults`: reads, writes and saves of each device's repetitions (`runs`), and equal collectives.
+- `find_repetition_faults`: accesses of each device's repetitions (`runs`), and equal collectives.
 - `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
 """
 
@@ -33,7 +35,7 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
-    """Return the shortened graph that all device plans of a plan unroll, or None.
+    """Find the shortened graph, with few repeated layers, from which all device plans are unrolled; or return None.
 
     With None, the verifier checks each instruction of the plan.
     """
@@ -47,7 +49,12 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 
 def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
-    """Return the plan of the short graph: the short programs of the devices and the layouts of the short leaves."""
+    """Make the short plan of a plan with repeated layers: the devices' programs before they are unrolled to all layers.
+
+    Args:
+        plan: The plan of the deep graph.
+        shortened: The shortened graph, which has few repetitions of the repeated layers.
+    """
     device_plans = [
         Lane(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
         for device_plan in plan.lanes
@@ -65,7 +72,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
 
 
 def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield the differences between the plan's graph and the short graph with more repetitions.
+    """Yield faults of a shortened graph: the plan's graph must be the short graph with more repeated layers.
 
     The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
     """
@@ -114,7 +121,7 @@ def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterato
 
 
 def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
-    """Return the kind of a repetition of the deep graph: the repetition of the short graph that stands for it."""
+    """Find the repeated layer of the short graph, called kind, that stands for a repetition of the deep graph."""
     return (
         PREAMBLE
         if repetition == PREAMBLE
@@ -125,7 +132,13 @@ def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Return the number of the node that corresponds to a deep node in the first repetition of the same kind."""
+    """Find the node at the same position in the first repetition of the same kind; return its number.
+
+    Args:
+        shortened: The shortened graph.
+        node_number: The number of a node in the deep graph.
+        repetition: The repetition of this node.
+    """
     return (
         node_number
         if repetition in (PREAMBLE, shortened.deep_repetitions.count)
@@ -136,16 +149,16 @@ def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, rep
 def _find_representative_node(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
-    """Return the number of the short node that stands for a deep node, as seen by a reader in some repetition.
+    """Find the number of the short graph's node that a reader reads in place of a node of the deep graph.
 
     Args:
         shortened: The shortened graph.
-        source_number: The number of the deep node that is read.
-        reader_repetition: The repetition of the reader.
-        reader_kind: The kind of this repetition.
+        source_number: The number of the deep graph's node that is read.
+        reader_repetition: The repetition of the reader in the deep graph.
+        reader_kind: The repetition of the short graph that stands for the reader's repetition.
 
     Returns:
-        The number of the short node; None if the repetition may not read the deep node.
+        The number of the short graph's node; None if the repetition may not read the deep graph's node.
     """
     there, length = shortened.deep_repetitions.repetition_of(source_number), shortened.deep_repetitions.length
     if there == reader_repetition:
@@ -162,7 +175,10 @@ def _find_representative_node(
 
 
 def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
-    """Yield outputs that belong to a repetition, and states that change differently in repetitions of one kind."""
+    """Yield faults of outputs and state updates that differ between the deep graph and the short graph.
+
+    Faults are outputs that belong to a repetition, and states that repetitions of one kind update differently.
+    """
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
         runs = shortened.deep_repetitions if graph is shortened.deep_graph else shortened.short_repetitions
@@ -199,7 +215,10 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
 
 
 def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield device nodes without the number of a short node as their name; the number assigns them to a repetition."""
+    """Yield faults of the names of device nodes: each name must have the number of a short graph's node.
+
+    The number assigns the device's node to a repetition.
+    """
     for device, device_plan in enumerate(short_plan.lanes):
         for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
@@ -208,10 +227,12 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
 
 
 def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield why the repetitions of a proven short plan cannot be repeated, and devices with other collectives.
+    """Yield reasons why a device may not execute the repeated layers of a proven short plan in any order.
+
+    Collectives that are in other layers than on device 0 are faults too.
 
     Args:
-        short_plan: The proven plan of the short graph.
+        short_plan: The proven plan of the short graph, which has few repeated layers.
         shortened: The shortened graph.
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}

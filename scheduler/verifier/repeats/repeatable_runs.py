@@ -1,5 +1,9 @@
 """The check of one device: whether the repetitions of its short program may follow each other in any order.
 
+A repetition is one repeated layer. The short program has a few repetitions, the kinds. With n kinds, kind k stands
+for the repetitions k, k + n, k + 2n and so on of the user's deep graph. The kind `PREAMBLE` is the part before all
+repetitions.
+
 The short program itself is proven elsewhere. In addition, this module requires:
 
 1. A repetition reads only its own values, long-lived values, and values that the repetition before carries to it.
@@ -7,9 +11,6 @@ The short program itself is proven elsewhere. In addition, this module requires:
 2. No instruction overwrites a long-lived value. A long-lived value is computed before all repetitions and read in
    them.
 3. The saved bytes of the repetitions are one after the other at the end of the arena, which has no other value there.
-
-The repetitions of a short program are kinds. With n kinds, kind k stands for the repetitions k, k + n, k + 2n and so
-on of the deep graph. The kind `PREAMBLE` is the part before all repetitions.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ ByteExtent: TypeAlias = tuple[int, int, int]
 
 
 class DeviceRepetitions:
-    """The kind of repetition of each node of a device's short graph, and the keys of the values that repetitions carry
-    on.
-    """
+    """The repetitions (repeated layers) in a device's graph, and the values that each carries to the next one."""
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.graph, self.shortened_graph = graph, shortened
@@ -46,7 +45,9 @@ class DeviceRepetitions:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Return the key of `node` among the values that are carried to a repetition, or None for other values.
+        """Find the key of a value that one repeated layer carries to the next one, or None for other values.
+
+        The key is equal in all repetitions.
 
         Args:
             node: A node of the device's graph.
@@ -62,12 +63,15 @@ class DeviceRepetitions:
         return None if place is None else (place, ending)
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
-        """Return (sequence number, kind of repetition) of each collective of the device, sorted."""
+        """List the collectives of the device as sorted pairs (sequence number, repetition), by repeated layer."""
         collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_carried_value_faults(self) -> Iterator[str]:
-        """Yield reads of values that are not carried, and carried values that not all repetitions have alike."""
+        """Find faults of carried values: reads of values that are not carried, and values that some repetition lacks.
+
+        Updates and outputs that belong to the wrong repetition are faults too.
+        """
         for node in self.graph.nodes:
             kind = self.kind_by_node[node]
             for source in node.inputs:
@@ -103,7 +107,7 @@ class DeviceRepetitions:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_carry_placeholder(self, node: Node) -> bool:
-        """Return whether a node before all repetitions stands for a value that the first repetition reads."""
+        """Return whether the first repetition reads this node's value in place of a value of a repetition before it."""
         return (
             self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
         )
@@ -112,7 +116,7 @@ class DeviceRepetitions:
 def find_device_repetition_faults(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
-    """Yield all reasons, as text, why the repetitions of a proven program may not follow each other in any order.
+    """Yield all reasons why the repeated layers of a device's program may not follow each other in any order.
 
     Args:
         graph: The device's short graph.
@@ -126,7 +130,7 @@ def find_device_repetition_faults(
 
 
 class _RepetitionCheck:
-    """The check of the instructions of one short program, by repetition."""
+    """The check of one device's program: its repeated layers (repetitions) must be executable in any order."""
 
     def __init__(self, repetitions: DeviceRepetitions, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
@@ -147,7 +151,7 @@ class _RepetitionCheck:
                 self.tensor_by_value.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the repetitions of one device's program."""
+        """Yield all faults of the repeated layers in the device's program."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
         yield from self._find_saved_bytes_faults()
@@ -160,11 +164,14 @@ class _RepetitionCheck:
         yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
 
     def _is_inner_kind(self, kind: int) -> bool:
-        """Return whether instructions of this kind are repeated: they are neither before nor after all repetitions."""
+        """Return whether instructions of this kind belong to repeated layers, neither before nor after all of them."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_saved_bytes_faults(self) -> Iterator[str]:
-        """Yield gaps between the saves of repetitions at the end of the arena, and other values that overlap them."""
+        """Yield faults in the layout of saved bytes: saves of repeated layers must fill the arena's end without gaps.
+
+        Other values must not overlap these bytes.
+        """
         program = self.program
         saves = [at for at in sorted(program.save_positions) if self._is_inner_kind(self.kind_by_instruction[at])]
         saved_extents = [compute_byte_extent(program.instructions[at].dst[0]) for at in saves]
@@ -190,7 +197,7 @@ class _RepetitionCheck:
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
-        """Yield a fault if an instruction reads leaves of another repetition, or writes a state of another repetition.
+        """Yield faults of an instruction's leaf accesses: reads or writes of leaves of another repeated layer.
 
         Leaves of the part before all repetitions may be read.
         """
@@ -213,11 +220,15 @@ class _RepetitionCheck:
                 )
 
     def _find_memory_owner(self, value: Value) -> Value:
-        """Return the value that owns the memory of `value`; `value` itself unless it is a view."""
+        """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
         return self.views.resolve_view(value).base
 
     def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:
-        """Return the byte extent of each base value that is carried; text if the extent differs between repetitions."""
+        """Find the byte extents of the values that repeated layers carry from one to the next.
+
+        Returns:
+            The extent by base value; text with the reason if the extent differs between repetitions.
+        """
         places: dict[tuple[int, str, int], ByteExtent] = {}
         found: dict[Value, ByteExtent] = {}
         for node in self.device_repetitions.carried_key_by_node:
@@ -239,7 +250,10 @@ class _RepetitionCheck:
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
-        """Return the extents of values from before all repetitions that are read later, except carry placeholders."""
+        """Find the byte extents of long-lived values, which are computed before all repeated layers and read in them.
+
+        Values that the first repetition reads in place of carried values are not long-lived.
+        """
         graph, kind = self.device_repetitions.graph, self.device_repetitions.kind_by_node
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {
@@ -253,7 +267,7 @@ class _RepetitionCheck:
     def _find_overwrite_faults(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
-        """Yield instructions that overwrite a long-lived value, or a value that their own repetition carries on.
+        """Yield faults for instructions that overwrite a long-lived value, or a value that their repetition carries.
 
         Args:
             lasting_extents: The byte extent of each long-lived value.

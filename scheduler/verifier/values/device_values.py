@@ -45,7 +45,7 @@ _FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
 
 
 class ValueTrace:
-    """Derives the facts of all values of all devices; `find_faults` yields the nodes that are not in the user's graph.
+    """Traces the values of all devices: derives the facts, which state the graph values that a device value equals.
 
     After `find_faults`:
 
@@ -85,12 +85,15 @@ class ValueTrace:
                     self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
-        """Return the facts about a device value; an empty list if its node has a fault or was not reached."""
+        """Find the facts about a device value (graph values that it equals); an empty list if there are none."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
 
     def find_faults(self) -> Iterator[str]:
-        """Derive the facts of all device values, and yield the nodes that are not in the user's graph."""
+        """Derive the facts of all device values, and yield faults: nodes that compute nothing of the user's graph.
+
+        Collectives that wait for each other in a circle are faults too.
+        """
         orders = {graph: _order_nodes(graph) for graph in set(self.graphs)}
         ahead = [list(reversed(orders[graph])) for graph in self.graphs]
         moved = True
@@ -104,8 +107,7 @@ class ValueTrace:
             yield "devices wait for each other in a circle"
 
     def _mark_reached_by_device(self, device: int, node: Node) -> bool:
-        """Record that the device has reached `node`, and return whether all participants of a collective have reached
-        it.
+        """Mark a collective as reached by a device; return whether all participants have reached it and it is ready.
 
         A node that is no collective is always ready.
         """
@@ -118,7 +120,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one device's node; yield a fault if the user's graph has no such node."""
+        """Record the facts of one device's node (graph values that its results equal); yield a fault without any."""
         if node.is_leaf:
             yield from self._record_leaf_facts(device, node)
             return
@@ -159,9 +161,7 @@ class ValueTrace:
             those.add(device)
 
     def _intern_op_instance(self, node: Node) -> tuple[int, OpInstance]:
-        """Return the attributes and specs of a node, and a number that all nodes with equal op, attributes and specs
-        share.
-        """
+        """Return the attributes and specs of a node, interned: equal ops, attributes and specs share one number."""
         if node not in self._instance_by_node:
             mine = make_op_instance(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
@@ -172,8 +172,13 @@ class ValueTrace:
     def _infer_node_facts(
         self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
     ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
-        """Infer the facts of each result of a device's node; `reasons` receives the reasons why graph nodes do not
-        match.
+        """Infer the facts of each result of a device's node from the facts of its operands.
+
+        Args:
+            node: The device's node.
+            instance: The attributes and specs of the node.
+            operand_facts: The facts of each operand.
+            reasons: Receives the reasons why nodes of the user's graph do not match.
 
         Returns:
             The facts of each result, empty without a match; the value numbers that the node computes, without copies;
@@ -195,7 +200,7 @@ class ValueTrace:
 
     @staticmethod
     def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
-        """Yield the operand facts of a conversion: of its only operand, or of two operands with parts of one value."""
+        """List the operand facts of a conversion: one fact, or two facts about parts of the same value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
@@ -204,7 +209,7 @@ class ValueTrace:
     def _list_operand_combinations(
         self, node: Node, operand_facts: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact | None, ...]]:
-        """Yield one fact for each operand, in all combinations for which the user's graph has a node with this op.
+        """List the combinations of one fact per operand for which the user's graph has a node with this op.
 
         At most `max_combinations` are yielded; then `search_limit_note` is set.
         """
@@ -226,17 +231,17 @@ class ValueTrace:
                 yield operands
 
     def _is_complete_value(self, fact: Fact) -> bool:
-        """Return whether a fact states that a device value has all entries and all terms of a graph value."""
+        """Return whether a fact states that a device has the complete graph value: all entries and all terms."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
     def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
-        """Return one shared list for equal lists of facts, so that the results of equal nodes are inferred once."""
+        """Intern a list of facts: equal lists become one object, so results of equal nodes are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Return the facts of an operand by value number. The argument must be a list that `_intern_facts` returned."""
+        """Group the facts of an operand by value number; `facts` must be a list that `_intern_facts` returned."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:
@@ -249,9 +254,7 @@ class ValueTrace:
         facts += [h for h in new_facts if h not in facts]
 
     def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the fact of a leaf; yield a fault if the leaf is not bound, or its shape differs from the bound
-        entries.
-        """
+        """Record the fact of a leaf; yield a fault if its layout is missing or gives another shape."""
         fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
@@ -271,7 +274,7 @@ class ValueTrace:
     def _infer_facts_for_operands(
         self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
-        """Yield the facts of all results of a device's node for each graph node that matches one fact per operand.
+        """Infer the results' facts of a device's node from one fact per operand, once for each matching graph node.
 
         `reasons` receives the reasons why a graph node does not match.
         """
@@ -283,28 +286,28 @@ class ValueTrace:
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue
-            restricted_result = infer_result_entries(op, user, instance, axes)
-            if isinstance(restricted_result, str):
-                reasons.append(restricted_result)
+            inferred_entries = infer_result_entries(op, user, instance, axes)
+            if isinstance(inferred_entries, str):
+                reasons.append(inferred_entries)
                 continue
             try:
                 operand_sums = [None if o is None else o.partial_sum for o in operand_facts]
-                result_sum = propagate_partial_sum(op, user, operand_sums, restricted_result, key[1])
+                result_sum = propagate_partial_sum(op, user, operand_sums, inferred_entries, key[1])
             except ValueError as why:
                 reasons.append(str(why))
                 continue
             for partial_sum in (
-                (EMPTY_SUM, result_sum) if restricted_result.is_empty_sum and result_sum is None else (result_sum,)
+                (EMPTY_SUM, result_sum) if inferred_entries.is_empty_sum and result_sum is None else (result_sum,)
             ):
                 yield [
                     Fact(number, tuple(i for i, _ in result), partial_sum)
-                    for number, result in zip(numbers, restricted_result.axes, strict=True)
+                    for number, result in zip(numbers, inferred_entries.axes, strict=True)
                 ]
 
     # ------------------------------------------------------------------------ all devices of one collective group
 
     def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
-        """Record the facts of a collective's results on all devices; yield a fault if the operands do not fit."""
+        """Record the facts of a collective's results on all devices; yield a fault if its operands do not fit."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device calls {one!r}"
@@ -335,7 +338,7 @@ class ValueTrace:
     def _list_device_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
-        """Yield one fact for each device, in all combinations that fit the only fact of the first device.
+        """List the combinations of one fact per device that fit the only fact of the first device.
 
         A device without a fitting fact takes part with any fact, so that a fault is found. At most `max_combinations`
         are yielded; then `search_limit_note` is set.
@@ -365,7 +368,7 @@ class ValueTrace:
             yield device_facts
 
     def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
-        """Return the fact of each device after a collective, or the reason why the collective is wrong."""
+        """Infer the fact of each device after a collective; return the reason as text if the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
@@ -392,9 +395,12 @@ class ValueTrace:
     def _concatenate_shards(
         self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Return the entries of the whole value that devices have as shards of `axis`, or why the shards do not fit.
+        """Concatenate the entries that devices have as shards of an axis; return the reason if the shards do not fit.
 
-        `ranges_by_device` has the positions of each device's entries in the whole value.
+        Args:
+            device_facts: The fact of each device about its shard.
+            axis: The sharded axis.
+            ranges_by_device: The positions of each device's entries in the whole value.
         """
         number, axes = device_facts[0].value_number, device_facts[0].axes
         if any(h.partial_sum is not None for h in device_facts):
@@ -422,7 +428,10 @@ class ValueTrace:
 
 
 def _make_collective_key(device: int, node: Node) -> object:
-    """Return the key that all participants share: the sequence number, and for a message also sender and receiver."""
+    """Make the key that all participants of a collective share.
+
+    The key is the sequence number, and for a message also the sender and the receiver.
+    """
     number = as_integer(node.attrs["sequence"])
     if node.op == "send":
         return device, node.attrs["to"], number
@@ -430,6 +439,6 @@ def _make_collective_key(device: int, node: Node) -> object:
 
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes of a graph, operands first, with collectives in the order of their sequence numbers."""
+    """Return the nodes of a graph in an order with operands first and with collectives by sequence number."""
     collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*collectives, *graph.nodes)))

@@ -20,8 +20,9 @@ CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A proven statement about a device value: it is some entries of a value of the user's graph, or a partial sum of
-    them.
+    """A proven statement about a value on a device: it equals some entries of a value of the user's graph.
+
+    The device value may also be a partial sum of these entries.
 
     - `value_number`: the number of the graph value in `ValueNumbering`.
     - `axes`: for each axis, the entries of the graph value that the device value has, in memory order.
@@ -35,12 +36,12 @@ class Fact:
 
 
 def clear_axis_entries(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
-    """Return the entries of a value with an empty index in place of one axis, to compare all other axes."""
+    """Return the index ranges of a value with an empty index on one axis, in order to compare all other axes."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
 def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[Fact]:
-    """Return the fact about the result of a conversion as a list of one, or an empty list if the node is no conversion.
+    """Infer the fact about the result of a conversion, a node that moves or cuts a value and computes nothing new.
 
     The conversions and their results are:
 
@@ -51,7 +52,10 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
 
     Args:
         node: The device's node.
-        operands: The fact about each operand, None for a missing operand.
+        operands: The fact about each operand; None for a missing operand.
+
+    Returns:
+        A list with the fact, or an empty list if the node is no conversion.
     """
     first, attrs = operands[0] if operands else None, node.attrs
     if first is None or node.op not in CONVERSION_OPS:
@@ -80,11 +84,11 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
 
 
 def slice_collective_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
-    """Return the fact about the part of a whole value that a device receives from a scattering collective.
+    """Return the fact about the slice that a device receives when a collective scatters a whole value.
 
     Args:
         value_number: The number of the graph value.
-        whole_axes: The entries of the value before it is scattered.
+        whole_axes: The entries of the value before the collective scatters it, for each axis.
         device: The position of the device in the collective group.
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """

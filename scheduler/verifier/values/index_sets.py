@@ -46,7 +46,7 @@ Entries: TypeAlias = npt.NDArray[np.int64]
 
 
 def make_full_index(size: int) -> IndexRanges:
-    """Return the index of all entries of an axis, in order.
+    """Return the index of all entries of an axis, in order, as one range.
 
     Args:
         size: The number of entries of the axis.
@@ -55,20 +55,20 @@ def make_full_index(size: int) -> IndexRanges:
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries that an index lists."""
+    """Count the entries of an index."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def list_entries(index: IndexRanges) -> Entries:
-    """Return the entry numbers of an index one by one. The array is cached and must not be written."""
+    """Expand an index to the array of its entry numbers. The array is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
 def build_index_from_entries(entries: Entries) -> IndexRanges:
-    """Return the index of an array of entry numbers; consecutive numbers become one range."""
+    """Merge consecutive entry numbers into ranges (first entry, length), and return these index ranges."""
     if not entries.size:
         return ()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
@@ -78,10 +78,10 @@ def build_index_from_entries(entries: Entries) -> IndexRanges:
 
 @lru_cache(maxsize=1 << 14)
 def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
-    """Return the part of an index from position `start` up to position `stop`, with `subtracted` taken from each entry.
+    """Slice an index from position `start` up to position `stop`, and subtract `subtracted` from each entry number.
 
     Args:
-        index: The index to slice.
+        index: The index ranges to slice.
         start: The first position in the index; it is a position, not an entry number.
         stop: The end position.
         subtracted: The number to subtract from each entry number.
@@ -125,13 +125,13 @@ def has_each_entry_once(index: IndexRanges, size: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index lists an entry more than once."""
+    """Return whether an index has duplicates: entries that it lists more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
 def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
-    """Return one index with the entries of several indices, one index after the other."""
+    """Concatenate the entries of several indices; return them as one index."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
@@ -145,10 +145,10 @@ def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
 def split_index_into_factors(
     index: IndexRanges, factor_sizes: tuple[int, ...], local_sizes: tuple[int, ...]
 ) -> tuple[IndexRanges, ...] | None:
-    """Split an index of a product axis into one index for each factor.
+    """Split the index of an axis that is a product of factors into one index for each factor.
 
-    Example: Of the axis (2 segments, 3 heads, 2 places), the entries 2, 3, 8 and 9 are all segments, head 1 and all
-    places.
+    Example: The axis (2 segments, 3 heads, 2 places) has 12 entries. The entries 2, 3, 8 and 9 are all segments, head
+    1 and all places.
 
     Args:
         index: The entries of the product axis.
@@ -178,7 +178,7 @@ def split_index_into_factors(
 
 @lru_cache(maxsize=1 << 14)
 def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
-    """Return the index of a product axis from the indices of its factors: the inverse of `split_index_into_factors`.
+    """Combine the indices of factors into the index of the product axis: the inverse of `split_index_into_factors`.
 
     Args:
         factor_indices: The entries of each factor, outer first.
@@ -195,20 +195,23 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
 
 
 def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
-    """Return the value of one digit of each entry number, times its stride."""
+    """Extract one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
     stride, n = digit
     return entries // stride % n * stride
 
 
 def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
-    """Return the entry numbers with these digits set to zero."""
+    """Return the entry numbers with the given digits (stride, size) set to zero."""
     for digit in digits:
         entries = entries - _extract_digit(entries, digit)
     return entries
 
 
 def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
-    """Return the ignored digits that both of two values have."""
+    """Return the common ignored digits of two values: parts of an entry number on which neither value depends.
+
+    A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
+    """
     return digits if digits == other_digits else tuple(d for d in digits if d in other_digits)
 
 
@@ -216,13 +219,14 @@ def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> Igno
 def find_equivalent_index(
     index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
-    """Return entries that are equivalent to two indices at once, where ignored digits may be exchanged.
+    """Find an index that is equivalent to two indices at once, or return None.
 
-    The verifier uses it where two operands must have the same entries of one axis.
+    Two indices are equivalent for a value if they differ only in digits that the value ignores. The verifier uses the
+    function where two operands must have the same entries of one axis.
 
     Args:
         index: Entries of the first value.
-        digits: Ignored digits of the first value.
+        digits: Ignored digits (stride, size) of the first value.
         other_index: Entries of the second value.
         other_digits: Ignored digits of the second value.
 
@@ -244,11 +248,11 @@ def find_equivalent_index(
 
 
 def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
-    """Return whether an index is all entries of an axis in order, where ignored digits may differ.
+    """Return whether an index has all entries of an axis in order; ignored digits may differ.
 
     Args:
         index: The entries that the device has.
-        digits: The ignored digits of the value.
+        digits: The ignored digits of the value, on which the value does not depend.
         axis_size: The number of entries of the whole axis.
     """
     return index == make_full_index(axis_size) or (
@@ -265,7 +269,9 @@ def is_valid_broadcast(
     large_size: int,
     is_tiled: bool,
 ) -> bool:
-    """Return whether a kernel that broadcasts a local smaller axis over a local larger axis reads the right entries.
+    """Return whether a kernel may broadcast a device's part of a small axis over the device's part of a large axis.
+
+    The broadcast is valid if each local entry of the large axis reads the same small entry as in the user's graph.
 
     Args:
         small_index: Entries of the smaller axis that the device has.
@@ -291,7 +297,7 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
-    """Return the digits of a factor as digits of a product axis: strides are multiplied by `inner_size`.
+    """Convert digits (stride, size) of a factor to digits of the product axis: multiply the strides by `inner_size`.
 
     Args:
         factor_digits: Digits of the factor.
@@ -301,7 +307,7 @@ def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredD
 
 
 def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
-    """Return the parts of product digits that belong to one factor, as digits of the factor.
+    """Convert digits (stride, size) of a product axis to digits of one factor; drop the parts in other factors.
 
     Args:
         product_digits: Digits of the product axis. A digit may cover several factors or a part of one.
@@ -317,7 +323,7 @@ def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size
 
 
 def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
-    """Return the entries at some positions of an index.
+    """Select the entries at the given positions of an index.
 
     Args:
         index: The index to select from.
@@ -332,9 +338,13 @@ def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> I
 def merge_scattered_entries(
     positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
 ) -> IndexRanges | None:
-    """Return the entries of the whole axis when each device writes its entries to its positions.
+    """Merge the entries that each device scatters to its positions; return the entries of the whole axis.
 
     Returns None if a position stays empty, or if two devices write different entries to one position.
+
+    Args:
+        positions_by_device: The positions in the whole axis to which each device writes.
+        entries_by_device: The entries that each device writes, in the order of its positions.
     """
     size = max((sum(run) for index in positions_by_device for run in index), default=0)
     whole_axis = np.full(size, -1, np.int64)

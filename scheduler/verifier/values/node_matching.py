@@ -1,7 +1,7 @@
-"""The nodes of the user's graph with one op and equal operands, found by the attributes of a device's node.
+"""Consumers: the nodes of the user's graph that read certain values, found by the attributes of a device's node.
 
-A value may have thousands of readers. A device's node is compared only with nodes of the same attributes. Slices are
-compared only if they contain the first entry of the device's slice.
+A value may have thousands of consumers. A device's node is compared only with nodes of the same attributes. Slices
+are compared only if they contain the first entry of the device's slice.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """The nodes of the user's graph that have one op and the same operands, in the order in which they were added."""
+    """The consumers of certain operands: the nodes of the user's graph that apply one op to these operands."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._groups: dict[AttrItems, _ConsumerGroup] = {}
 
     def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
-        """Add a node of the user's graph with the value numbers of its results."""
+        """Add a consumer, a node of the user's graph, with the value numbers of its results."""
         self._groups.setdefault(self._list_nonlocal_attrs(graph_node), _ConsumerGroup(self._op)).consumers.append(
             (graph_node, result_numbers)
         )
@@ -39,10 +39,10 @@ class ConsumerTable:
     def find_candidate_consumers(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the nodes of the user's graph that a device's node may be a local version of.
+        """Find the consumers that a device's node may be a local version of, by the node's attributes.
 
-        If no node has its attributes, `MAX_EXAMPLES` other nodes follow, from which the caller explains the fault. A
-        device's node without entries may be a local version of any node.
+        If no consumer has these attributes, `MAX_EXAMPLES` other consumers follow, from which the caller explains the
+        fault. A device's node without entries may be a local version of any consumer.
 
         Args:
             device_node: The device's node.
@@ -56,13 +56,16 @@ class ConsumerTable:
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_nonlocal_attrs(self, node: OpInstance) -> AttrItems:
-        """Return the attributes of a node that its local version on a device must have too, sorted by name."""
+        """List the attributes of a node that must be equal on devices, sorted by name.
+
+        Other attributes, such as sizes, may differ between a node and its local version on a device.
+        """
         local = list_attrs_that_may_differ(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
 class _ConsumerGroup:
-    """Nodes of the user's graph that differ only in attributes that a local version may change, such as sizes."""
+    """Consumers that share all attributes, except attributes that may differ on a device, such as sizes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -71,7 +74,9 @@ class _ConsumerGroup:
     def find_candidate_consumers(
         self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the nodes of the group that a device's node may be; of many slices only the ones with its first entry.
+        """Find the consumers that a device's node may be a local version of.
+
+        A slice is compared only with slices that contain its first entry.
 
         Args:
             device_node: The device's node.
@@ -102,7 +107,7 @@ class _ConsumerGroup:
 
     @cached_property
     def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
-        """The slices of the group, sorted by their starts, for a search by position.
+        """The slices of the group, sorted by start, for a search by position.
 
         Returns:
             The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.

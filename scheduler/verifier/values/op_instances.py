@@ -1,4 +1,7 @@
-"""The argument and result types of `infer_result_entries`: a node without its identity, and entries of its values."""
+"""The argument and result types of `infer_result_entries`.
+
+The arguments are the attributes and specs of nodes. The results are the entries of a graph value that a device has.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 @dataclass(frozen=True, slots=True)
 class OpInstance:
-    """The attributes and the operand and result specs of a node of the user's graph or of a device's graph.
+    """The specs of a node of the user's graph or of a device's graph: attributes, operand specs and result specs.
 
-    Equal nodes have equal instances, so results are computed once for all of them.
+    Nodes with equal specs share the results of the verifier, so the results are inferred once.
     """
 
     attrs: AttrItems
@@ -31,18 +34,18 @@ class OpInstance:
 
     @property
     def attrs_by_name(self) -> Attrs:
-        """The attributes as a dictionary."""
+        """The attributes as a dictionary by name."""
         return dict(self.attrs)
 
 
 def make_op_instance(node: Node) -> OpInstance:
-    """Return the attributes and specs of a node as an `OpInstance`."""
+    """Make the specs of a node: its attributes, operand specs and result specs."""
     return OpInstance(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """The rows of a lookup table that a device has.
+    """The rows of a lookup table, such as an embedding table, that a device has.
 
     - `table_operand`: the name of the operand that is the table. It has `row_count` rows in the user's graph.
     - `index_operand`: the name of the operand with the row numbers.
@@ -57,7 +60,7 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True)
 class RestrictedResult:
-    """The results of a device's node, stated as entries of the results of a node of the user's graph.
+    """The inferred entries of the results of a device's node, in terms of the matching node of the user's graph.
 
     - `axes`: the entries of each result.
     - `partial_sum`: the terms of the contraction that the results have; None if they have all terms.

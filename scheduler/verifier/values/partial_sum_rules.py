@@ -1,8 +1,8 @@
-"""The rules that derive the partial sum of a node's result from the partial sums of its operands.
+"""The rules that derive the partial sum of a node's result from the partial sums of the operands.
 
-A partial sum of a value is the part of its terms that a device has. The rules use op declarations only: linear
-operands, operands in which zeros give zeros, and lookups in tables with some local rows. The verifier takes nothing
-from the planner.
+A partial sum of a value is the part of the value's terms that a device has. The rules use op declarations only:
+linear operands, operands in which zeros give zeros, and lookups in tables with some local rows. The verifier takes
+nothing from the planner. A joint such as ``a+b`` names operands in which an op is linear together.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ def propagate_partial_sum(
     op: str,
     graph_node: OpInstance,
     operand_sums: Sequence[OptionalPartialSum],
-    restricted_result: RestrictedResult,
+    inferred_entries: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Return the partial sum of the results of a device's node, None if they are complete.
+    """Propagate the partial sums of a node's operands to the results; return None if the results are complete.
 
     1. A lookup in a table with some local rows has the terms of these rows.
     2. With complete operands, the node's own contraction gives the partial sum.
     3. Zeros in operands that give zeros are a partial sum without terms.
-    4. A routed partial sum stays routed if the result is zero at the same indices.
+    4. A routed partial sum (rows that a table lookup selects) stays routed if the result is zero at the same indices.
     5. A partial sum of linear operands stays a partial sum.
 
     Args:
         op: Name of the op.
         graph_node: The matching node of the user's graph.
         operand_sums: Partial sum of each operand; None for a complete operand.
-        restricted_result: Entries of the results, their contraction terms, and local table rows.
+        inferred_entries: Entries of the results, their contraction terms, and local table rows.
         operand_numbers: Value number of each operand; None for a missing operand.
 
     Raises:
-        ValueError: The node needs complete operands, or sums over shards itself.
+        ValueError: The op is not linear in an operand that is a partial sum.
     """
     declared = REGISTRY[op]
     sums_by_operand = {n: o for n, o in zip(declared.operand_names, operand_sums, strict=False) if o is not None}
-    if restricted_result.table_rows is not None:
-        return _infer_lookup_sum(declared, graph_node, sums_by_operand, restricted_result, operand_numbers)
+    if inferred_entries.table_rows is not None:
+        return _infer_lookup_sum(declared, graph_node, sums_by_operand, inferred_entries, operand_numbers)
     if not sums_by_operand:
-        return restricted_result.partial_sum
-    if restricted_result.partial_sum is not None:
+        return inferred_entries.partial_sum
+    if inferred_entries.partial_sum is not None:
         raise ValueError(
             f"operands {', '.join(sorted(sums_by_operand))} are partial sums that no all-reduce "
             "completes, and the node sums over shards itself"
@@ -71,18 +71,25 @@ def propagate_partial_sum(
     )
 
 
-def _list_present_operands(declared: Op[Any], graph_node: OpInstance, joint: str) -> list[str]:
-    """Return the names of a joint ("a+b") that the node has as operands, in operand order."""
+def _list_present_operands(declared: Op[Any], graph_node: OpInstance, linear_operands: str) -> list[str]:
+    """List the operands that the node has of linear operands such as ``a+b``, in operand order.
+
+    Args:
+        declared: The op of the node.
+        graph_node: The node.
+        linear_operands: Names of operands in which the op is linear together, joined by ``+``.
+    """
     here = [n for n, s in zip(declared.operand_names, graph_node.src, strict=False) if s is not None]
-    return [n for n in here if n in joint.split("+")]
+    return [n for n in here if n in linear_operands.split("+")]
 
 
 def _propagate_routing(
     declared: Op[Any], graph_node: OpInstance, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
-    """Return the routed partial sum that all given operands share if the result has it too; else None.
+    """Propagate a routed partial sum, which all given operands share, to the result; return None if that is impossible.
 
-    The result has it if two conditions hold:
+    A routed partial sum has the result rows that look up a local table row, and zeros elsewhere. Two conditions must
+    hold:
 
     - Zeros in these operands give zeros in the result.
     - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up
@@ -106,7 +113,10 @@ def _propagate_routing(
 
 
 def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, partial_sum: PartialSum) -> bool:
-    """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index."""
+    """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index.
+
+    The op's declaration decides whether the leading axes, which route the partial sum, are kept.
+    """
     if partial_sum.routing is None:
         return False
     return declared.keeps_leading_axes(
@@ -122,10 +132,10 @@ def _infer_lookup_sum(
     declared: Op[Any],
     graph_node: OpInstance,
     sums_by_operand: Mapping[str, OptionalPartialSum],
-    restricted_result: RestrictedResult,
+    inferred_entries: RestrictedResult,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Return the partial sum of a lookup in a table if the device has only some rows of the table.
+    """Infer the partial sum of a table lookup on a device that has only some rows of the table.
 
     The device has the terms of result entries that look up a local row. Operands that the op adds to the looked-up
     rows may be partial sums too. All other operands must be complete, or be routed by the same rows.
@@ -133,9 +143,9 @@ def _infer_lookup_sum(
     Raises:
         ValueError: The node also sums over shards, or an operand is a partial sum that must be complete.
     """
-    rows = restricted_result.table_rows
+    rows = inferred_entries.table_rows
     assert rows is not None
-    if restricted_result.partial_sum is not None:
+    if inferred_entries.partial_sum is not None:
         raise ValueError(f"the node sums over shards, and the device has only some rows of {rows.table_operand}")
     at = declared.operand_names.index(rows.index_operand)
     number, numbers = operand_numbers[at], graph_node.src[at]

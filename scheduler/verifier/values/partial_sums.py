@@ -11,8 +11,9 @@ device 1 also started at entry 0, three terms would be counted twice:
 A residual that only device 0 has is added to the sum. An addition is linear in two sums, and each sum must be
 complete:
 
->>> check_sum_is_complete([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, NO_TERMS])])
->>> check_sum_is_complete([make_linear_sum("a+b", [left, None]), make_linear_sum("a+b", [right, None])])
+>>> first = make_linear_sum("a+b", [left, None])
+>>> check_sum_is_complete([first, make_linear_sum("a+b", [right, NO_TERMS])])
+>>> check_sum_is_complete([first, make_linear_sum("a+b", [right, None])])
 'device 0 has the complete value, and devices [1] add to it'
 
 A product is linear in each factor, but only in one factor at a time. Some terms of one factor and the other terms of
@@ -38,7 +39,7 @@ from .index_sets import IndexRanges, count_entries, has_common_entries, has_dupl
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The terms of a sum that one device has, as a nested record of the ops from the contraction to the value.
+    """The part of a sum's terms that one device has, as a nested record of the ops from the contraction to the value.
 
     The kinds are:
 
@@ -81,7 +82,7 @@ OptionalPartialSum = PartialSum | None
 
 
 def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
-    """Return the partial sum of a contraction for a device that has the terms in `index_box`.
+    """Make the partial sum of a contraction on a device that has some entries of the contracted axes.
 
     Args:
         index_box: For each contracted axis, the entries that the device has.
@@ -98,11 +99,11 @@ def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[i
 
 
 def make_linear_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
-    """Return the partial sum of the result of a linear op.
+    """Make the partial sum of the result of a linear op from the partial sums of its operands.
 
     Args:
         linear_operands: Names of the operands in which the op is linear together, joined by ``+``.
-        operand_sums: Partial sum of each of these operands.
+        operand_sums: Partial sum of each of these operands; None for a complete operand.
 
     Returns:
         None if all operands are complete, `NO_TERMS` if all are zeros, else the partial sum.
@@ -118,7 +119,7 @@ def check_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
-    """Return why the partial sums of all devices do not have each term exactly once, or None if they do.
+    """Check that the partial sums of all devices form a complete sum, each term once; return the reason if not.
 
     Args:
         partial_sums: The partial sum of each device; None for a device that has the complete value.
@@ -137,7 +138,7 @@ def _check_sum_is_complete(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return the same as `check_sum_is_complete`; nested sums are checked recursively.
+    """Check partial sums recursively: return why the devices do not have each term exactly once, or None.
 
     Args:
         partial_sums: The partial sum of each device.
@@ -166,10 +167,10 @@ def _check_linear_sum_is_complete(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Return why the partial sums of a linear op's result are incomplete, or None.
+    """Check the partial sums of a linear op's result, operand by operand; return why they are incomplete, or None.
 
-    Each operand of the op is checked by itself. A device that has the complete result counts as one with the complete
-    operand; a device that has zeros counts as one with zeros.
+    A device that has the complete result counts as one with the complete operand. A device that has zeros counts as
+    one with zeros.
     """
     forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in partial_sums if s is not None}
@@ -183,7 +184,7 @@ def _check_linear_sum_is_complete(
 
 
 def _check_disjoint_cover(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
-    """Return why the index boxes of the devices are not a disjoint cover of all terms; None if they are.
+    """Check that the devices' index boxes cover all terms without overlap; return why not, or None.
 
     Args:
         boxes: Pairs of a device number and its partial sum of the kind ``terms``.

@@ -63,20 +63,23 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 
 
 class RestrictionError(Exception):
-    """A device's node is not a local version of the node of the user's graph; the text says why."""
+    """The error that a device's node does not match a node of the user's graph as its local version."""
 
 
 @lru_cache(maxsize=1 << 15)
 def infer_result_entries(
     op: str, graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult | str:
-    """Return the results of a device's node as entries of a graph node's results, or why it is no local version of it.
+    """Infer the result entries that a device's node computes, in terms of a node of the user's graph.
 
     Args:
         op: Name of the op.
         graph_node: The node of the user's graph.
         device_node: The device's node.
         operand_entries: Entries of each operand that the device has; None for a missing operand.
+
+    Returns:
+        The result entries; text with the reason if the device's node is no local version of the graph's node.
     """
     declared = REGISTRY[op]
     try:
@@ -92,17 +95,17 @@ def infer_result_entries(
 
 
 def _make_empty_entries(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
-    """Return the entries of a result without elements: a prefix of each axis, of the local size."""
+    """Make the entries of a result without elements: for each axis as many first entries as the device's result has."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
 
 def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
-    """Return the index of the first `entry_count` entries of an axis."""
+    """Make the index of the first `entry_count` entries of an axis, or of all entries if the axis has fewer."""
     return make_full_index(axis_size) if entry_count == axis_size else make_full_index(entry_count)
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node: OpInstance) -> None:
-    """Raise `RestrictionError` if an attribute differs that must be equal on a device."""
+    """Require equal attributes of a graph node and its local version on a device, except attributes that may differ."""
     theirs, local = device_node.attrs_by_name, list_attrs_that_may_differ(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -113,7 +116,7 @@ def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node:
 
 @cache
 def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
-    """Return the names of the attributes that may differ between a graph node and its local version on a device."""
+    """List the attributes of an op that may differ between a graph node and its local version on a device."""
     sizes = SIZE_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | ROW_RANGE_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
@@ -123,16 +126,14 @@ def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _DimensionIndices:
-    """The local entries of each dimension of a signature; all operands with a dimension must have the same entries."""
+    """The device's entries of each dimension of a signature; all operands with a dimension must have the same."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
     def add_dimension_entries(self, name: str, entries: AxisEntries) -> None:
-        """Add the entries that an operand has of a dimension; raise `RestrictionError` if another operand has other
-        entries.
-        """
+        """Add the entries that an operand has of a dimension; raise an error if another operand's entries differ."""
         self.entries_by_dimension[name] = (
             _unify_entries(self.entries_by_dimension[name], entries, name)
             if name in self.entries_by_dimension
@@ -140,7 +141,7 @@ class _DimensionIndices:
         )
 
     def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Add an operand's entries of its leading axes to `common_entries`; raise `RestrictionError` if they differ."""
+        """Add an operand's entries of its leading axes to `common_entries`; raise an error if they differ."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")
@@ -149,7 +150,7 @@ class _DimensionIndices:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Return entries that fit two operands, and the digits that both ignore; `RestrictionError` if they differ."""
+    """Require that two operands have equivalent entries of an axis; return them with the digits that both ignore."""
     index = find_equivalent_index(*entries, *other_entries)
     if index is None:
         raise RestrictionError(
@@ -162,7 +163,7 @@ def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: 
 def _infer_entries_by_signature(
     declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
 ) -> RestrictedResult:
-    """Infer the result entries of an op with a signature, such as ``a[n k], b[m k] -> [m n]``.
+    """Infer the result entries of an op that declares a signature, such as ``a[n k], b[m k] -> [m n]``.
 
     1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
     2. Require that coupled dimensions are whole.
@@ -224,9 +225,9 @@ def _infer_entries_by_signature(
 def _find_local_table_rows(
     signature: Signature, graph_node: OpInstance, device_node: OpInstance, dimensions: _DimensionIndices
 ) -> TableRows | None:
-    """Return the rows that the device has of a lookup table; None if it has all rows or the op looks nothing up.
+    """Find the rows of a lookup table that the device has, which its attributes `first` and `total` must state.
 
-    The entries of the table must be the rows that the device's attributes `first` and `total` state.
+    None means that the device has all rows, or that the op has no table.
     """
     if signature.indexed_dimension is None:
         return None
@@ -258,7 +259,7 @@ def _add_factor_entries(
     device_sizes: Mapping[str, int],
     dimensions: _DimensionIndices,
 ) -> None:
-    """Split an operand's entries of one dimension, and add the entries of each of its factors to `dimensions`."""
+    """Split an operand's entries of one dimension into entries of its factors, and add them to `dimensions`."""
     index, digits = entries
     theirs = tuple(int(f) if f.isdecimal() else graph_sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
@@ -278,7 +279,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionIndices, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return the entries of one axis of a result from the entries of its factors; other factors must be whole."""
+    """Combine the entries of a dimension's factors to the entries of a result axis; other factors must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
@@ -325,7 +326,7 @@ def _require_matching_broadcasts(
 
 
 def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[ValueEntries]) -> None:
-    """Raise `RestrictionError` unless the device's results have the shapes of these entries."""
+    """Require that the results of a device's node have the shapes of these entries."""
     for spec, axes in zip(device_node.results, result_entries, strict=True):
         if spec.shape != tuple(count_entries(i) for i, _ in axes):
             raise RestrictionError(
@@ -373,9 +374,7 @@ def _infer_entries_by_axis_links(
 def _map_linked_axis(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Map the entries of an operand axis to the linked result axis; True if the operand axis is a part of the result
-    axis.
-    """
+    """Map the entries of an operand axis to the linked result axis; True if it is only a part of the result axis."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
@@ -399,7 +398,7 @@ def _map_reshaped_axes(
     local_shape: tuple[int, ...],
     collected: dict[int, list[Any]],
 ) -> None:
-    """Map the entries of axes that a reshape combines or splits, and add the results to `collected` by result axis."""
+    """Map the entries of operand axes that a reshape combines or splits; add them to `collected` by result axis."""
     sizes = tuple(operand_spec.shape[a] for a in link.source)
     after = tuple(graph_node.results[0].shape[a] for a in link.result)
     flat = combine_factor_indices(tuple(entries[a][0] for a in link.source), sizes)
@@ -416,7 +415,7 @@ def _map_reshaped_axes(
 def _require_whole_unlinked_axes(
     links: Sequence[AxisLink], graph_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
 ) -> None:
-    """Raise `RestrictionError` unless the device has all entries of operand axes without a link."""
+    """Require that the device has all entries of operand axes without a link to a result axis."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(graph_node.src, operand_entries, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
@@ -427,10 +426,9 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Return the entries of one result axis from the entries that its links give.
+    """Combine the entries that axis links give (local start, is a part, entries) to the entries of one result axis.
 
-    Each linked part is its local start, whether it is a part of the axis, and its entries. A view may show any prefix
-    of a broadcast axis.
+    A view may show any prefix of a broadcast axis.
     """
     if not linked_parts:
         if not is_view and local_size != axis_size:

@@ -38,11 +38,11 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class ValueNumbering:
-    """The values of the user's graph by number; values that are computed alike, and copies, share a number.
+    """The values of the user's graph, numbered: values that are computed alike, and copies, share a number.
 
     - `value_by_number`: for each number the first value that has it.
     - `number_by_value`: the number of each value.
-    - `digits_by_number`: for each number the ignored digits of each axis.
+    - `digits_by_number`: for each number the ignored digits of each axis, on which the value does not depend.
     - `consumers`: for an op and operand numbers, the nodes that have these operands.
     - `leaf_by_name`: leaves by op and name.
     """
@@ -62,7 +62,7 @@ class ValueNumbering:
             self.number_by_value.update(zip(node.results, numbers, strict=True))
 
     def _number_results(self, node: Node) -> tuple[int, ...]:
-        """Return the numbers of the results of a node; a node that no earlier node equals gets new numbers."""
+        """Number the results of a node: return the numbers of an earlier equal node, or new numbers without one."""
         if node.op == "cont":
             return (self.number_by_value[node.inputs[0]],)
         sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
@@ -86,9 +86,9 @@ class ValueNumbering:
     def find_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Yield the operand numbers of all nodes that have the op `op` and allowed operands only.
+        """Find the operand number lists of the op's consumers: nodes that apply `op` to allowed operands only.
 
-        Only the nodes of the operand with the fewest nodes are compared.
+        Only the consumers of the operand with the fewest consumers are compared.
 
         Args:
             op: Name of the op.
@@ -111,7 +111,7 @@ class ValueNumbering:
     def _infer_digits(
         self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
     ) -> list[tuple[IgnoredDigits, ...]]:
-        """Return the ignored digits of each axis of each result of a node, from the digits of its operands.
+        """Infer the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
 
         Args:
             op: Name of the op.
@@ -122,13 +122,13 @@ class ValueNumbering:
             None if s is None or number is None else self.attach_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
         )
-        restricted_result = infer_result_entries(op, instance, instance, axes)
-        if isinstance(restricted_result, RestrictedResult):
-            return [tuple(digits for _, digits in result) for result in restricted_result.axes]
+        inferred_entries = infer_result_entries(op, instance, instance, axes)
+        if isinstance(inferred_entries, RestrictedResult):
+            return [tuple(digits for _, digits in result) for result in inferred_entries.axes]
         return [((),) * len(r.shape) for r in instance.results]
 
     def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        """Return the entries of each axis of a value, paired with the ignored digits of the axis.
+        """Attach to the entries of each axis of a value the ignored digits, on which the value does not depend.
 
         Args:
             value_number: The number of the graph value.
@@ -137,7 +137,9 @@ class ValueNumbering:
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
     def is_complete_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
-        """Return whether a fact states that a device value is these entries of a graph value, and no partial sum.
+        """Return whether a fact states that a device value is exactly the given entries of a graph value.
+
+        A fact about a partial sum does not state this.
 
         Args:
             fact: The fact about the device value.
@@ -154,7 +156,7 @@ class ValueNumbering:
     def has_equal_entries(
         self, value_number: int, indices: Sequence[IndexRanges], other_indices: Sequence[IndexRanges]
     ) -> bool:
-        """Return whether two lists of entries of one value are equal on each axis, where ignored digits may differ.
+        """Return whether two parts of one value have equal entries on each axis; ignored digits may differ.
 
         Args:
             value_number: The number of the graph value.
