@@ -75,9 +75,9 @@ A command thus imports only the modules that it needs, and none before it has co
 
 
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
-    from .distributed.presence import leave_note
+    from .distributed.presence import create_rank_note
 
-    leave_note()
+    create_rank_note()
 
 
 def __getattr__(name: str) -> Any:
@@ -94,5 +94,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(
-        {*globals(), *LAZY_NAMES} - {"Any", "LAZY_NAMES", "TYPE_CHECKING", "import_module", "leave_note", "os"}
+        {*globals(), *LAZY_NAMES} - {"Any", "LAZY_NAMES", "TYPE_CHECKING", "import_module", "create_rank_note", "os"}
     )

@@ -17,9 +17,9 @@ from . import __version__
 from .distributed import SINGLE_PROCESS, World
 from .distributed.launcher import detect_launch
 from .frontends.commands import COMMAND_HELP
-from .frontends.terminal.arguments import CommandParser, as_flags, as_one_line, describe_os_error
-from .frontends.terminal.output import write_data, write_log_line
-from .frontends.terminal.rank_command import run_rank
+from .frontends.terminal.arguments import CommandParser, as_one_line, describe_os_error, use_flag_names
+from .frontends.terminal.output import write_line_to_stderr, write_to_stdout
+from .frontends.terminal.rank_command import run_command_as_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if launch := detect_launch():
-        return run_rank(
+        return run_command_as_rank(
             launch, partial(_run_command, words), _describe_error, version=__version__, debug="--debug" in words
         )
     try:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        write_log_line("")
+        write_line_to_stderr("")
         return 130
 
 
@@ -71,7 +71,7 @@ def _run_with_reported_errors(words: Sequence[str]) -> int:
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             raise
-        write_log_line(f"hocket: {as_one_line(_describe_error(error))}")
+        write_line_to_stderr(f"hocket: {as_one_line(_describe_error(error))}")
         return 2
 
 
@@ -91,9 +91,9 @@ def _run_command(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:
-        getattr(args, "parser", parser).refuse_words(left)
+        getattr(args, "parser", parser).exit_for_unknown_words(left)
     if args.version:
-        write_data(f"hocket {__version__}\n")
+        write_to_stdout(f"hocket {__version__}\n")
         return 0
     if "run" not in args:
         parser.error("no command given")
@@ -136,4 +136,4 @@ def _describe_error(error: Exception) -> str:
     """Describe an error in one line with a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    return describe_os_error(error) if isinstance(error, OSError) else as_flags(str(error))
+    return describe_os_error(error) if isinstance(error, OSError) else use_flag_names(str(error))

@@ -14,7 +14,7 @@ from ..ops import REGISTRY
 T = TypeVar("T")
 
 
-def merge_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
+def merge_disjoint_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
     """Merge tables with different keys into one. Raises `ValueError` if two tables have the same key."""
     whole: dict[str, T] = {}
     for table in tables:

@@ -20,15 +20,15 @@ from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import check_writable, write_text
 from ..ops import REGISTRY
 from .cases.inputs import NoReference
-from .cases.model_cases import case_texts
+from .cases.model_cases import join_model_case_texts
 from .checks.run_case import Outcome, Result
-from .reports.html_page import html_page
-from .reports.json_records import compare_records, failed_results, json_lines, save_failure
-from .reports.text_report import junit, markdown, summary
+from .reports.html_page import format_html_report
+from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
+from .reports.text_report import format_junit_report, format_markdown_report, format_text_report
 from .suite import Suite, run_suite
 
 
-def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
+def build_parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     """Build the parser of ``hocket check``."""
     options = CommandParser(prog, description="Check that a backend computes what the ops mean.")
     add_arguments(options)
@@ -100,24 +100,24 @@ def add_arguments(command_parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hocket check`` with command-line words, and return the exit code."""
-    return run(parser().parse_args(None if argv is None else list(argv)))
+    return run_parsed_command(build_parser().parse_args(None if argv is None else list(argv)))
 
 
-def run(args: argparse.Namespace) -> int:
+def run_parsed_command(args: argparse.Namespace) -> int:
     """Run ``hocket check`` with parsed options, and return the exit code; an error is one line on stderr."""
     try:
         if args.compare:
-            return _compare(*args.compare)
-        suite = _suite(args)
+            return _print_changes(*args.compare)
+        suite = _make_suite(args)
         if args.list:
-            for case in suite.cases():
+            for case in suite.generate_cases():
                 print(case)
             return 0
         if args.counters:
-            return _counters(suite)
+            return _print_access_counters(suite)
         if args.order:
-            return _order(suite)
-        return _perf(suite) if args.perf else _check(suite, args)
+            return _print_races(suite)
+        return _print_speeds(suite) if args.perf else _run_checks(suite, args)
     except HocketError as why:
         print(f"hocket check: {why}", file=sys.stderr)
         return 2
@@ -126,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
         return 2
 
 
-def _suite(args: argparse.Namespace) -> Suite:
+def _make_suite(args: argparse.Namespace) -> Suite:
     """Return the suite that the options describe."""
     return Suite(
         backend=args.backend,
         op=args.op,
-        texts=case_texts(args.case, args.from_graph),
+        texts=join_model_case_texts(args.case, args.from_graph),
         full=args.full,
         seed=args.seed,
         require=args.require,
@@ -141,17 +141,17 @@ def _suite(args: argparse.Namespace) -> Suite:
     )
 
 
-def _check(suite: Suite, args: argparse.Namespace) -> int:
+def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     """Run the cases of a suite with a progress bar, write the reports, and return the exit code."""
     from tqdm import tqdm
 
-    suite.expected_failures()
+    suite.read_expected_failures()
     for path in (args.junit, args.markdown, args.html, args.json):
         if path not in (None, Path("-")):
             check_writable(path)
     start = time.perf_counter()
     progress = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
-    selected = list(progress(suite.cases(), desc="choose cases"))
+    selected = list(progress(suite.generate_cases(), desc="choose cases"))
     with progress(total=len(selected), desc="check") as bar:
         failed = 0
 
@@ -163,70 +163,73 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
 
         results = run_suite(suite, on_result, selected)
     seconds = time.perf_counter() - start
-    texts = {args.junit: junit, args.markdown: markdown, args.html: html_page}
+    texts = {args.junit: format_junit_report, args.markdown: format_markdown_report, args.html: format_html_report}
     for path, make in texts.items():
         if path is not None:
             write_text(path, make(results, suite.backend))
-    bad = failed_results(results)
+    bad = select_failed_results(results)
     if args.save is not None and bad:
         backend, device = find_device(suite.backend)
         for result in progress(bad, desc="save"):
-            save_failure(result, args.save, backend, device)
+            save_failure_arrays(result, args.save, backend, device)
         print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
     if args.json == Path("-"):
-        sys.stdout.write(json_lines(results, suite.backend))
+        sys.stdout.write(format_json_lines(results, suite.backend))
     else:
         if args.json is not None:
-            write_text(args.json, json_lines(results, suite.backend))
-        print(summary(results, suite.backend, seconds))
+            write_text(args.json, format_json_lines(results, suite.backend))
+        print(format_text_report(results, suite.backend, seconds))
     return 1 if bad else 0
 
 
-def _perf(suite: Suite) -> int:
+def _print_speeds(suite: Suite) -> int:
     """Print the speed of each case with cold buffers, and its fraction of the limit of the device."""
     from .reports import op_speed
 
     backend, device = find_device(suite.backend)
     limits = op_speed.MeasuredLimits(backend, device)
-    print(
-        f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"
+    gflops = limits.measure_flops_per_second("f32") / 1e9
+    print(f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {gflops:.1f} GFLOP/s (f32)")
+    cases = (
+        list(suite.generate_cases())
+        if suite.texts
+        else [c for n in suite.list_matching_ops() for c in op_speed.generate_speed_cases(REGISTRY[n])]
     )
-    cases = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
     for case in cases:
         try:
-            print(op_speed.measure(case, backend, device).line(limits), flush=True)
+            print(op_speed.measure_op_speed(case, backend, device).format_line(limits), flush=True)
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
     return 0
 
 
-def _counters(suite: Suite) -> int:
+def _print_access_counters(suite: Suite) -> int:
     """Print the memory access counters of CUDA kernels; return 1 if a kernel exceeds its access budget, else 0."""
-    from ..backends.cupy.emulation.access_budget import format_access_table, list_violations
-    from .reports.emulator_checks import collect_counters
+    from ..backends.cupy.emulation.access_budget import format_access_table, list_budget_violations
+    from .reports.emulator_checks import collect_launch_counters
 
-    counts = collect_counters(_emulated_cases(suite, "counters are"))
+    counts = collect_launch_counters(_choose_emulated_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
     print(format_access_table(counts))
-    return _print_faults([why for counted in counts for why in list_violations(counted)])
+    return _print_faults([why for counted in counts for why in list_budget_violations(counted)])
 
 
-def _order(suite: Suite) -> int:
+def _print_races(suite: Suite) -> int:
     """Print the races in CUDA kernels; return 1 if there are any, else 0.
 
     A race is an unordered pair of conflicting accesses of two threads to the same bytes.
     """
     from .reports.emulator_checks import find_races
 
-    texts = _emulated_cases(suite, "the order of accesses is")
+    texts = _choose_emulated_cases(suite, "the order of accesses is")
     lines = find_races(texts)
     if not lines:
         print(f"all accesses of {len(texts)} cases are in order")
     return _print_faults(lines)
 
 
-def _emulated_cases(suite: Suite, subject: str) -> Sequence[str]:
+def _choose_emulated_cases(suite: Suite, subject: str) -> Sequence[str]:
     """Return the texts of the selected cases, or of the main path if none are selected.
 
     Args:
@@ -237,7 +240,7 @@ def _emulated_cases(suite: Suite, subject: str) -> Sequence[str]:
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
         raise BackendError(f"{subject} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
-    return [str(case) for case in suite.cases()] if suite.texts or suite.op else MAIN_PATH_CASES
+    return [str(case) for case in suite.generate_cases()] if suite.texts or suite.op else MAIN_PATH_CASES
 
 
 def _print_faults(faults: Sequence[str]) -> int:
@@ -247,9 +250,9 @@ def _print_faults(faults: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _compare(one: Path, two: Path) -> int:
+def _print_changes(one: Path, two: Path) -> int:
     """Print the changes between two JSON reports; return 1 if a case fails now, else 0."""
-    changes = compare_records(one, two)
+    changes = compare_reports(one, two)
     for change in changes:
         print(json.dumps({"case": change.case, "before": change.before, "after": change.after}, ensure_ascii=False))
     print(f"{len(changes)} cases changed", file=sys.stderr)

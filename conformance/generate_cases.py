@@ -14,11 +14,11 @@ from ..graph.attrs import format_attribute
 from ..graph.spec import Spec
 from ..ops import REGISTRY, Op
 from .cases.case import Case
-from .cases.grow_shapes import FEW_ELEMENTS, distinct_axes, grow_points
-from .cases.inputs import kinds_for
-from .cases.operand_layouts import aliasable_operands, find_layout
+from .cases.grow_shapes import FEW_ELEMENTS, count_axes_with_distinct_ids, grow_cases_from_samples
+from .cases.inputs import select_input_kinds
+from .cases.operand_layouts import find_aliasable_operands, find_layout
 from .checks import zero_propagation
-from .checks.metamorphic import check_names
+from .checks.metamorphic import list_metamorphic_checks
 
 Operands: TypeAlias = tuple[tuple[str, Spec], ...]
 PAIRS_OF_LAYOUT = 12
@@ -29,22 +29,25 @@ MAX_QUICK_CASES = 400
 """Maximum cases of one op in the quick run."""
 
 
-def layouts_for(case: Case) -> tuple[str, ...]:
+def select_layouts(case: Case) -> tuple[str, ...]:
     """Return the operand layouts that make a difference for `case`, ``contiguous`` first."""
     op, attrs, layouts = case.op_declaration, case.attributes_with_defaults, ["contiguous"]
     for layout in ("offset", "sliced", "permuted", "broadcast"):
-        if any(find_layout(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
+        if any(
+            find_layout(s, layout, count_axes_with_distinct_ids(op, attrs, name)) is not None
+            for name, s in case.operands
+        ):
             layouts.append(layout)
     specs = case.specs
     if any(name in specs and specs[name].size for _, name in op.inplace_pairs(attrs)):
         layouts.append("inplace")
-    if aliasable_operands(op, specs, attrs) is not None:
+    if find_aliasable_operands(op, specs, attrs) is not None:
         layouts.append("twin")
     return tuple(layouts)
 
 
 @lru_cache(maxsize=256)
-def full_cases(op: Op) -> tuple[Case, ...]:
+def generate_full_cases(op: Op) -> tuple[Case, ...]:
     """Return all cases of one op, each once, in a fixed order.
 
     Each point is tested in every layout and with every input kind. Small points are tested with every metamorphic
@@ -52,8 +55,8 @@ def full_cases(op: Op) -> tuple[Case, ...]:
     """
     cases: dict[Case, None] = {}
     crossed = 0
-    for point in grow_points(op):
-        layouts, kinds = layouts_for(point), kinds_for(point)
+    for point in grow_cases_from_samples(op):
+        layouts, kinds = select_layouts(point), select_input_kinds(point)
         small = max((s.size for _, s in point.operands), default=0) <= FEW_ELEMENTS
         both = small and crossed < PAIRS_OF_LAYOUT
         crossed += both
@@ -64,39 +67,45 @@ def full_cases(op: Op) -> tuple[Case, ...]:
         if small:
             cases.update(
                 (point.with_settings(check=check), None)
-                for check in (*check_names(point), *zero_propagation.check_names(point))
+                for check in (*list_metamorphic_checks(point), *zero_propagation.list_zero_checks(point))
             )
     return tuple(cases)
 
 
 @lru_cache(maxsize=256)
-def quick_cases(op: Op) -> tuple[Case, ...]:
+def select_quick_cases(op: Op) -> tuple[Case, ...]:
     """Select cases of the full run with every dtype, layout, input kind, attribute value and metamorphic check.
 
     Nearly every pair of these that occurs in the full run also occurs in the selection.
     """
     seen: set[object] = set()
     chosen: dict[Case, None] = {}
-    ordered = sorted(full_cases(op), key=_order)
-    for features in (_single_traits, _by_layout, _trait_pairs):
+    ordered = sorted(generate_full_cases(op), key=_compute_selection_order)
+    for features in (_list_single_traits, _list_layout_dtype_traits, _list_trait_pairs):
         for case in ordered:
             if case not in chosen and (new := features(case)) - seen and len(chosen) < MAX_QUICK_CASES:
-                seen |= new | _single_traits(case) | _by_layout(case) | _trait_pairs(case)
+                seen |= new | _list_single_traits(case) | _list_layout_dtype_traits(case) | _list_trait_pairs(case)
                 chosen[case] = None
     return tuple(chosen)
 
 
-def _order(case: Case) -> tuple[int, int, int]:
+def _compute_selection_order(case: Case) -> tuple[int, int, int]:
     """Return the sort key of a case for the quick selection.
 
     Cases of moderate size come first, then cases with all operands, then a fixed shuffled order.
     """
     size = sum(s.size for _, s in case.operands)
-    return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty), -len(case.operands), crc32(case.text.encode())
+    return (
+        (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty),
+        -len(case.operands),
+        crc32(case.text_without_seed.encode()),
+    )
 
 
 @lru_cache(maxsize=1024)
-def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> tuple[tuple[object, ...], ...]:
+def _list_operand_traits(
+    op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]
+) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a point as traits."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
     traits += [("attr", *attr) for attr in attrs]
@@ -104,39 +113,39 @@ def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> t
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
-def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
+def _list_case_operand_traits(case: Case) -> tuple[tuple[object, ...], ...]:
     """Return the operand dtypes, attribute values and operand names of a case as traits."""
     attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
-    return _traits(case.op_declaration, case.operands, attrs)
+    return _list_operand_traits(case.op_declaration, case.operands, attrs)
 
 
-def _single_traits(case: Case) -> set[object]:
+def _list_single_traits(case: Case) -> set[object]:
     """Return the single traits of a case, which the quick run covers first; for a metamorphic check only its name."""
     if case.check != "reference":
         return {("check", case.check)}
-    return {*_traits_of(case), *_shapes(case.operands), (case.layout, case.inputs)}
+    return {*_list_case_operand_traits(case), *_list_shape_traits(case.operands), (case.layout, case.inputs)}
 
 
-def _by_layout(case: Case) -> set[object]:
+def _list_layout_dtype_traits(case: Case) -> set[object]:
     """Return the combinations of layout, operand and dtype of a case; none for a metamorphic check."""
     if case.check != "reference":
         return set()
     return {(case.layout, ("dtype", k, s.dtype)) for k, s in case.operands}
 
 
-def _trait_pairs(case: Case) -> set[object]:
+def _list_trait_pairs(case: Case) -> set[object]:
     """Return the pairs of traits of a case, which the quick run covers last."""
-    traits = _traits_of(case)
+    traits = _list_case_operand_traits(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":
         return {(case.check, t) for t in attrs}
-    shapes = [s for s in _shapes(case.operands) if s[0] in ("rank", "meet")]
+    shapes = [s for s in _list_shape_traits(case.operands) if s[0] in ("rank", "meet")]
     pairs: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
     return pairs | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
 
 
 @lru_cache(maxsize=1024)
-def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
+def _list_shape_traits(operands: Operands) -> tuple[tuple[object, ...], ...]:
     """Return the traits of the operand shapes.
 
     These are ranks, axes of size 0 and 1, odd lengths and many rows, and the comparison of the shapes of two operands.
@@ -172,5 +181,5 @@ def select_cases(
     for name, op in REGISTRY.items():
         is_selected = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
         if is_selected:
-            for case in full_cases(op) if full else quick_cases(op):
+            for case in generate_full_cases(op) if full else select_quick_cases(op):
                 yield case.with_settings(seed=seed) if seed else case

@@ -10,10 +10,10 @@ from ..backends.base import Backend, Device
 from ..graph.parse import parse_case
 from ..ops import Op
 from .cases.case import INPUTS, LAYOUTS, Case, make_case
-from .cases.grow_shapes import Point, coupled_names, is_legal, rebuild_point, sizes_of
-from .cases.inputs import kinds_for
+from .cases.grow_shapes import Point, find_coupled_dimensions, is_legal_point, resize_point, resolve_point_sizes
+from .cases.inputs import select_input_kinds
 from .checks.run_case import Outcome, Result, run_case
-from .generate_cases import layouts_for
+from .generate_cases import select_layouts
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DataObject
@@ -22,7 +22,7 @@ DEFAULT_EXAMPLES = 50
 """Default number of cases per op."""
 
 
-def explore_op(
+def search_random_shapes(
     op: Op, backend: Backend, device: Device, seed: int, max_examples: int = DEFAULT_EXAMPLES
 ) -> Iterator[Result]:
     """Run cases of an op with random shapes, and yield their results; of failing cases, only the smallest found.
@@ -37,7 +37,7 @@ def explore_op(
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
-    bases = [parse_case(text) for text in op.samples if sizes_of(op, parse_case(text)) is not None]
+    bases = [parse_case(text) for text in op.samples if resolve_point_sizes(op, parse_case(text)) is not None]
     if not bases:
         return
     results: dict[Case, Result] = {}
@@ -74,15 +74,15 @@ def _draw_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
 
     size = strategies.integers(0, 40) | strategies.sampled_from((63, 65, 127, 129, 255, 257))
     parts = data.draw(strategies.sampled_from(bases))
-    known = sizes_of(op, parts)
+    known = resolve_point_sizes(op, parts)
     assert known is not None
-    coupled = coupled_names(known[2])
+    coupled = find_coupled_dimensions(known[2])
     named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].by_name}
     leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
-    grown = rebuild_point(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
-    assume(is_legal(op, grown))
+    grown = resize_point(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
+    assume(is_legal_point(op, grown))
     case = make_case(op, grown)
     return case.with_settings(
-        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in layouts_for(case)])),
-        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in kinds_for(case)])),
+        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in select_layouts(case)])),
+        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in select_input_kinds(case)])),
     )

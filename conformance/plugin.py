@@ -37,15 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--require", choices=("MUST", "SHOULD"), default="", help="unsupported ops of that tier fail")
 
 
-def suite_of(config: pytest.Config) -> Suite:
+def make_suite_from_options(config: pytest.Config) -> Suite:
     """Return the suite that the options of a pytest run describe."""
-    from .cases.model_cases import case_texts
+    from .cases.model_cases import join_model_case_texts
     from .suite import Suite
 
     return Suite(
         backend=config.getoption("--backend"),
         op=config.getoption("--conformance-op"),
-        texts=case_texts(config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")),
+        texts=join_model_case_texts(
+            config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")
+        ),
         full=config.getoption("--conformance-full"),
         seed=config.getoption("--conformance-seed"),
         require=config.getoption("--require"),
@@ -58,14 +60,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if FIXTURE in metafunc.fixturenames:
         from ..backends import find_device
         from ..graph.errors import HocketError
-        from .reports.expected_failures import read_expected
+        from .reports.expected_failures import read_expected_failures
 
         try:
-            suite = suite_of(metafunc.config)
+            suite = make_suite_from_options(metafunc.config)
             find_device(suite.backend)  # raise before the first case runs
             if suite.xfail:
-                read_expected(suite.xfail)
-            cases = list(suite.cases())
+                read_expected_failures(suite.xfail)
+            cases = list(suite.generate_cases())
         except HocketError as why:
             raise pytest.UsageError(str(why)) from None
         except OSError as why:
@@ -78,17 +80,19 @@ def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
     """Return a function that runs one case, and then passes, fails or skips the test."""
     from ..backends import find_device
     from .checks.run_case import Outcome, run_case
-    from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
-    from .reports.text_report import reproduce
+    from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
+    from .reports.text_report import format_reproduction_command
 
-    suite = suite_of(request.config)
-    expected = read_expected(suite.xfail) if suite.xfail else ExpectedFailures()
+    suite = make_suite_from_options(request.config)
+    expected = read_expected_failures(suite.xfail) if suite.xfail else ExpectedFailures()
     backend, device = find_device(suite.backend)
 
     def run(case: Case) -> None:
-        (result,) = apply_requirement([expected.apply_expectation(run_case(case, backend, device))], suite.require)
+        (result,) = fail_required_unsupported(
+            [expected.mark_expected_outcome(run_case(case, backend, device))], suite.require
+        )
         if result.outcome is Outcome.FAIL:
-            pytest.fail(f"{result.why}\n{reproduce(result, suite.backend)}", pytrace=False)
+            pytest.fail(f"{result.why}\n{format_reproduction_command(result, suite.backend)}", pytrace=False)
         if result.outcome is Outcome.XFAIL:
             pytest.xfail(result.why)
         if result.outcome is not Outcome.PASS:

@@ -14,7 +14,7 @@ from ..ops import REGISTRY
 from .cases.case import Case, parse_test_case
 from .checks.run_case import Result, run_case
 from .generate_cases import select_cases
-from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
+from .reports.expected_failures import ExpectedFailures, fail_required_unsupported, read_expected_failures
 
 CASES_PER_TASK = 64
 """Cases that a process receives at a time."""
@@ -40,7 +40,7 @@ class Suite:
     thorough: bool = False
     jobs: int = 1
 
-    def cases(self) -> Iterator[Case]:
+    def generate_cases(self) -> Iterator[Case]:
         """Yield the cases of the suite: the given texts, or the generated cases of the matching ops.
 
         Raises:
@@ -52,10 +52,10 @@ class Suite:
                 case = parse_test_case(text)
                 yield case.with_settings(seed=self.seed) if self.seed else case
             return
-        self.ops()
+        self.list_matching_ops()
         yield from select_cases(self.op, full=self.full or self.thorough, seed=self.seed)
 
-    def expected_failures(self) -> ExpectedFailures:
+    def read_expected_failures(self) -> ExpectedFailures:
         """Read the file of expected failures, if there is one, and check that the backend exists.
 
         A run calls this before it generates cases, which takes seconds.
@@ -64,9 +64,9 @@ class Suite:
             BackendError: the file cannot be read, or the backend is unknown.
         """
         find_device(self.backend)
-        return read_expected(self.xfail) if self.xfail else ExpectedFailures()
+        return read_expected_failures(self.xfail) if self.xfail else ExpectedFailures()
 
-    def ops(self) -> list[str]:
+    def list_matching_ops(self) -> list[str]:
         """Return the names of the ops that the regular expression `op` matches completely.
 
         Raises:
@@ -94,18 +94,18 @@ def run_suite(
     Raises:
         BackendError: the backend is unknown, or the file of expected failures cannot be read.
     """
-    expected = suite.expected_failures()
-    chosen = list(suite.cases()) if selected is None else selected
+    expected = suite.read_expected_failures()
+    chosen = list(suite.generate_cases()) if selected is None else selected
     jobs = min(suite.jobs, -(-len(chosen) // CASES_PER_TASK))
-    raw = _parallel(suite, chosen, jobs) if jobs > 1 else _serial(suite, chosen)
+    raw = _run_in_processes(suite, chosen, jobs) if jobs > 1 else _run_in_this_process(suite, chosen)
     results = []
-    for result in apply_requirement(map(expected.apply_expectation, raw), suite.require):
+    for result in fail_required_unsupported(map(expected.mark_expected_outcome, raw), suite.require):
         on_result(result)
         results.append(result)
     return results
 
 
-def _serial(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
+def _run_in_this_process(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
     """Run cases in this process, and yield their results in order."""
     backend, device = find_device(suite.backend)
     for number, case in enumerate(cases, 1):
@@ -113,33 +113,35 @@ def _serial(suite: Suite, cases: Sequence[Case]) -> Iterator[Result]:
         if number % CASES_PER_TASK == 0:
             gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
     if suite.thorough and not suite.texts:
-        for name in suite.ops():
-            yield from _explore_op(name, suite)
+        for name in suite.list_matching_ops():
+            yield from _search_op_shapes(name, suite)
 
 
-def _explore_op(name: str, suite: Suite) -> list[Result]:
+def _search_op_shapes(name: str, suite: Suite) -> list[Result]:
     """Return the results of random shapes of one op."""
-    from .hypothesis_search import explore_op  # imports hypothesis
+    from .hypothesis_search import search_random_shapes  # imports hypothesis
 
     backend, device = find_device(suite.backend)
-    return list(explore_op(REGISTRY[name], backend, device, suite.seed))
+    return list(search_random_shapes(REGISTRY[name], backend, device, suite.seed))
 
 
-def _parallel(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
+def _run_in_processes(suite: Suite, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
     """Run cases in `jobs` processes, each with its own backend, and yield their results in order."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     chunks = [(suite.backend, cases[i : i + CASES_PER_TASK]) for i in range(0, len(cases), CASES_PER_TASK)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for results in pool.map(_run_chunk, chunks):
+        for results in pool.map(_run_case_chunk, chunks):
             yield from results
         if suite.thorough and not suite.texts:
-            for results in pool.map(_explore_op, suite.ops(), [suite] * len(suite.ops())):
+            for results in pool.map(
+                _search_op_shapes, suite.list_matching_ops(), [suite] * len(suite.list_matching_ops())
+            ):
                 yield from results
 
 
-def _run_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
+def _run_case_chunk(chunk: tuple[str, Sequence[Case]]) -> list[Result]:
     """Run one chunk of cases in a worker process; the chunk has the backend name and the cases."""
     backend, device = find_device(chunk[0])
     return [run_case(case, backend, device) for case in chunk[1]]

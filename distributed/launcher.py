@@ -49,7 +49,7 @@ def run_under_supervisor(launch: LaunchInfo) -> int:
     parent, child = os.getpid(), os.fork()
     if child:
         os.close(writing)
-        _supervise(child, reading, launch)
+        _supervise_child(child, reading, launch)
     os.close(reading)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
@@ -63,7 +63,7 @@ def notify_supervisor(pipe: int) -> None:
     os.write(pipe, b"1")
 
 
-def _supervise(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
+def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
     """Supervise the process `child`: wait for its end, and end this process with its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
     for number in (signal.SIGTERM, signal.SIGHUP):

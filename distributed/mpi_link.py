@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..graph.errors import BackendError
 from .packet_link import Packet
-from .presence import AbsentRanks
+from .presence import AbsentRankDetector
 from .world import Failure, RanksError
 
 INSTALL_HINT = "pip install 'hocket[mpi]'"
@@ -28,10 +28,10 @@ class MpiLink:
 
     def __init__(self, communicator: Any = None) -> None:
         self._starts = communicator is None
-        self._mpi = _mpi4py(starts=self._starts)
+        self._mpi = _import_and_start_mpi(starts=self._starts)
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise BackendError("this MPI was started without MPI_THREAD_MULTIPLE; let hocket start it")
-        self._comm = self._duplicate(self._mpi.COMM_WORLD if communicator is None else communicator)
+        self._comm = self._duplicate_communicator(self._mpi.COMM_WORLD if communicator is None else communicator)
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.host = str(self._mpi.Get_processor_name())
         self._coming: dict[tuple[int, int], tuple[Any, Packet]] = {}
@@ -39,7 +39,7 @@ class MpiLink:
         self._lock = threading.Lock()
         self._windows: list[Any] = []
 
-    def _duplicate(self, communicator: Any) -> Any:
+    def _duplicate_communicator(self, communicator: Any) -> Any:
         """Duplicate an MPI communicator, after the arrival of all ranks.
 
         Raises:
@@ -49,9 +49,9 @@ class MpiLink:
             group = communicator.Get_group()
             ranks = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.Get_group())
             places = {rank: place for place, rank in enumerate(ranks)}
-            absent, all_came = AbsentRanks(places), communicator.Ibarrier()
+            absent, all_came = AbsentRankDetector(places), communicator.Ibarrier()
             while not all_came.Test():
-                if (found := absent.find()) is not None:
+                if (found := absent.find_absent_rank()) is not None:
                     raise RanksError(str(Failure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
                 time.sleep(PAUSE)
         return communicator.Dup()  # waits for all ranks without a timeout
@@ -82,7 +82,7 @@ class MpiLink:
         del self._coming[key]
         return packet
 
-    def shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
+    def allocate_shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
         machine = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED)
         try:
             if machine.Get_size() < self.size:
@@ -107,7 +107,7 @@ class MpiLink:
             self._mpi.Finalize()
 
 
-def _mpi4py(*, starts: bool) -> Any:
+def _import_and_start_mpi(*, starts: bool) -> Any:
     """Import the module `mpi4py.MPI` and start MPI.
 
     With `starts`, mpi4py neither starts nor ends MPI by itself.

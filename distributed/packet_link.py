@@ -32,7 +32,7 @@ class PacketLink(Protocol):
     def try_receive(self, source: int, channel: int) -> Packet | None:
         """Return the next packet from a rank on a channel, or None before a packet arrives."""
 
-    def shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
+    def allocate_shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
         """Allocate zeroed memory of `words` 8-byte integers that all ranks share, or return None on several machines.
 
         All ranks call the method with the same `words`.

@@ -32,10 +32,10 @@ MAX_REASON = 300
 """Maximum characters of a reason."""
 
 
-class Partner(Protocol):
+class ExitParticipant(Protocol):
     """A participant in a run of several ranks that announces the end of this process to the other ranks."""
 
-    def tell_end(self, why: str) -> None:
+    def announce_end(self, why: str) -> None:
         """Announce to the other ranks that this process ends, and why."""
 
     def await_ends(self) -> None:
@@ -60,11 +60,11 @@ def detect_rank() -> tuple[str, int, int] | None:
 
 
 _notes: list[int] = []
-_partners: list[ref[Partner]] = []
+_partners: list[ref[ExitParticipant]] = []
 _losses: list[str] = []
 
 
-def leave_note() -> None:
+def create_rank_note() -> None:
     """Create the note of this process if a launcher started several ranks and the system has memory files.
 
     At the exit of the process the note receives the reason.
@@ -74,18 +74,18 @@ def leave_note() -> None:
         atexit.register(_end_rank, os.getpid())
 
 
-def register_partner(partner: Partner) -> None:
+def register_exit_participant(partner: ExitParticipant) -> None:
     """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
     _partners.append(ref(partner))
 
 
-def format_reason(error: BaseException) -> str:
+def format_failure_reason(error: BaseException) -> str:
     """Format an error as one line for the other ranks; the line of a failure of another rank stays unchanged."""
     text = str(error) if type(error).__name__ == "RanksError" else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:MAX_REASON]
 
 
-def record_loss(why: str) -> None:
+def record_lost_rank(why: str) -> None:
     """Record that a rank is lost, and why, so that this process ends without MPI.
 
     MPI would wait for the lost rank for ever.
@@ -97,11 +97,11 @@ def _end_rank(pid: int) -> None:
     if os.getpid() != pid:  # a child that was forked
         return
     error = getattr(sys, "last_value", None)
-    why = ENDED if error is None else format_reason(error)
+    why = ENDED if error is None else format_failure_reason(error)
     os.write(_notes[0], why.encode(errors="replace"))
     partners = [partner for known in _partners if (partner := known()) is not None]
     for partner in partners:
-        partner.tell_end(why)
+        partner.announce_end(why)
     for partner in partners:
         partner.await_ends()
     if _losses:
@@ -118,7 +118,7 @@ def is_stopped(pid: int) -> bool:
     return _read_process_state(pid)[:1] in ("T", "t")
 
 
-def continue_supervisor() -> None:
+def resume_stopped_supervisor() -> None:
     """Resume the parent of this process if the parent is stopped, because both have to end together."""
     if is_stopped(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
@@ -156,12 +156,12 @@ def await_local_ranks(seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         supervisors = {str(pid) for _, pid in _find_sibling_ranks()}
-        if not supervisors & set(_list_living_parents()):
+        if not supervisors & set(_list_parents_of_running_processes()):
             return
         time.sleep(POLL_SECONDS / 10)
 
 
-def _list_living_parents() -> Iterator[str]:
+def _list_parents_of_running_processes() -> Iterator[str]:
     """Yield the parent process id of each process of this machine that is running and not stopped."""
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state(int(entry.name)).partition(" ")
@@ -169,7 +169,7 @@ def _list_living_parents() -> Iterator[str]:
             yield rest.partition(" ")[0]
 
 
-def _read_note(pid: int) -> str | None:
+def _read_rank_note(pid: int) -> str | None:
     """Read the note of the rank with process id `pid`, or return None without a note."""
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
@@ -179,7 +179,7 @@ def _read_note(pid: int) -> str | None:
     return None
 
 
-class AbsentRanks:
+class AbsentRankDetector:
     """Detector of ranks of this machine that will never arrive, while this rank waits for them."""
 
     def __init__(self, ranks: Collection[int]) -> None:
@@ -189,7 +189,7 @@ class AbsentRanks:
         self._processes: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
 
-    def find(self) -> tuple[int, str] | None:
+    def find_absent_rank(self) -> tuple[int, str] | None:
         """Find a rank that will never arrive, and return its number and the reason, or None."""
         now = time.monotonic()
         if now - self._last_poll < POLL_SECONDS:
@@ -203,15 +203,15 @@ class AbsentRanks:
 
     def _find_reason(self, rank: int, pid: int, now: float) -> str:
         if _read_process_state(pid)[:1] in ("", "Z", "X"):
-            record_loss("it was killed")
+            record_lost_rank("it was killed")
             return "its process is gone: it was killed, or ended without a word"
         if is_stopped(pid):
             if now - self._stopped.setdefault(rank, now) <= STOPPED_SECONDS:
                 return ""
-            record_loss("it was stopped")
+            record_lost_rank("it was stopped")
             return "it was stopped (SIGSTOP)"
         self._stopped.pop(rank, None)
-        note = _read_note(pid)
+        note = _read_rank_note(pid)
         if note is None and now - self._start > IMPORT_SECONDS:
             return f"it has not imported hocket for {IMPORT_SECONDS:.0f} s: it ended, or imports hocket late"
         return note or ""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, SharedBuffers
-from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, reset_run_numbers
+from ..backends.host.progress_board import FAILURE_WORD, equalise_run_numbers, make_signal_pad
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -51,7 +51,7 @@ class DevicePlacement:
     def spans_ranks(self) -> bool:
         return self.world.size > 1
 
-    def exchange(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
+    def exchange_parts(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
         """Exchange parts between ranks: return the part of each `needed` device, on all ranks.
 
         All ranks call the method.
@@ -66,7 +66,7 @@ class DevicePlacement:
         self.world.wait_until_sent(posted)
         return all_parts
 
-    def broadcast_one(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
+    def broadcast_part(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
         """Return on all ranks the part that all `holders` have equally.
 
         A rank without a holder receives the part from the rank of the first holder.
@@ -83,39 +83,43 @@ class DevicePlacement:
     def _send(self, part: Any, device: int, to: Sequence[int]) -> list[object]:
         others = [rank for rank in to if rank != self.world.rank]
         packet = pack_array(np.asarray(part), device) if others else None
-        return [self.world.send_packet(rank, self._channel(device), packet) for rank in others if packet is not None]
+        return [
+            self.world.send_packet(rank, self._find_broadcast_channel(device), packet)
+            for rank in others
+            if packet is not None
+        ]
 
     def _receive(self, device: int) -> Array:
         rank = self.ranks[device]
-        packet = self.world.receive_packet(rank, self._channel(device))
+        packet = self.world.receive_packet(rank, self._find_broadcast_channel(device))
         assert packet is not None  # there is no timeout
-        return unpack_array(packet, self.world.name(rank), device)
+        return unpack_array(packet, self.world.describe_rank(rank), device)
 
-    def shared_buffers(self) -> SharedBuffers | None:
+    def open_shared_buffers(self) -> SharedBuffers | None:
         """Return buffers that all ranks share for sums by compiled code, or None on several machines.
 
         The first call allocates the buffers. All ranks call the method.
         """
         if self._shared_buffers is None:
             head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
-            words = self.world.shared_words(head + devices * SHARED_SUM_ELEMENTS)
+            words = self.world.allocate_shared_words(head + devices * SHARED_SUM_ELEMENTS)
             if words is None:
                 return None
             self._shared_buffers = SharedBuffers(
                 words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS)
             )
-            self.world.register_wake(self._wake)
+            self.world.register_failure_callback(self._wake)
         return self._shared_buffers
 
     def _wake(self, why: str) -> None:
         assert self._shared_buffers is not None
         self._shared_buffers.signal_pad[FAILURE_WORD] = 1
 
-    def _channel(self, device: int) -> int:
+    def _find_broadcast_channel(self, device: int) -> int:
         """Return the channel on which the rank of a device sends the part of the device to other ranks."""
         return DATA + len(self.ranks) ** 2 + device
 
-    def channel(self, source: int, to: int) -> int:
+    def find_pair_channel(self, source: int, to: int) -> int:
         """Return the channel on which device `source` sends to device `to`."""
         return DATA + source * len(self.ranks) + to
 
@@ -150,7 +154,7 @@ class RankGroup:
         all_devices = tuple(range(len(devices)))
         self.collective_groups = [tuple(group) for group in collective_groups] or [all_devices] * len(devices)
         is_one = all(group == all_devices for group in self.collective_groups)
-        self.shared_buffers = between.shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
+        self.shared_buffers = between.open_shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
         apart = {group for group in self.collective_groups if len({between.ranks[d] for d in group}) > 1}
         self.is_apart = bool(apart)
         own = {group: [d for d in group if d in between.local_devices] for group in self.collective_groups}
@@ -160,14 +164,14 @@ class RankGroup:
             for group in apart
             if shares and len({devices[d].kind for d in group}) == 1
         }
-        between.world.register_wake(self._wake)
+        between.world.register_failure_callback(self._wake)
 
     def member(self, number: int) -> RankGroupMember:
         return RankGroupMember(self, number)
 
     def abort(self, why: str) -> None:
         """Wake all waiting devices and announce the failure to all ranks, with the reason `why`."""
-        self.between.world.fail(why)
+        self.between.world.announce_failure(why)
 
     def _wake(self, why: str) -> None:
         for board in self.signal_pads.values():
@@ -181,10 +185,10 @@ class RankGroup:
         A failure of a rank that came meanwhile is reported again.
         """
         for board in self.signal_pads.values():
-            reset_run_numbers(board)
+            equalise_run_numbers(board)
         for group in self.thread_groups.values():
             group.clear()
-        self.between.world.wake_again()
+        self.between.world.repeat_failure_callbacks()
 
 
 class RankGroupMember:
@@ -216,17 +220,17 @@ class RankGroupMember:
         self._slice_count = min(map(len, self._groups))
 
     def _send(self, array: Array, to: int, sequence: int) -> object:
-        channel = self._between.channel(self.number, to)
+        channel = self._between.find_pair_channel(self.number, to)
         return self._world.send_packet(self._between.ranks[to], channel, pack_array(array, sequence))
 
     def _receive(self, source: int, sequence: int) -> Array:
         rank = self._between.ranks[source]
-        packet = self._world.receive_packet(rank, self._between.channel(source, self.number), self.timeout)
+        packet = self._world.receive_packet(rank, self._between.find_pair_channel(source, self.number), self.timeout)
         if packet is None:
-            raise self._world.timeout_error(rank, self.timeout)
-        return unpack_array(packet, self._world.name(rank), sequence)
+            raise self._world.record_timeout(rank, self.timeout)
+        return unpack_array(packet, self._world.describe_rank(rank), sequence)
 
-    def _exchange(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
+    def _exchange_arrays(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
         """Exchange arrays with `peers`: return the array that each peer, this device included, has for this device.
 
         ``own(i)`` is the array of this device for ``peers[i]``.
@@ -241,10 +245,10 @@ class RankGroupMember:
         """Sum a slice over the ranks: over the devices that have the same index in each rank."""
         peers = [mates[self._place] for mates in self._groups]
         if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
-            return _sum_arrays(self._exchange(peers, lambda to: part, sequence))
+            return _sum_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part, sequence))
         blocks = _even_slices(len(part), len(peers))
-        mine = _sum_arrays(self._exchange(peers, lambda to: part[blocks[to]], sequence))
-        return np.concatenate(self._exchange(peers, lambda to: mine, sequence))
+        mine = _sum_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part[blocks[to]], sequence))
+        return np.concatenate(self._exchange_arrays(peers, lambda to: mine, sequence))
 
     def _sum_over_group(self, source: Array, sequence: int) -> Array:
         """Sum an array over the collective group, in the order of devices within a rank, then in rank order."""
@@ -297,7 +301,7 @@ def _even_slices(size: int, count: int) -> list[slice]:
     return [slice(*ends) for ends in pairwise(bounds)]
 
 
-def _sum_arrays(arrays: Sequence[Array]) -> Array:
+def _sum_in_narrowest_dtype(arrays: Sequence[Array]) -> Array:
     """Sum arrays in order and in the narrowest of their dtypes, so that the sum is equal on all ranks."""
     wire = min((a.dtype for a in arrays), key=lambda d: (d.itemsize, d.str))
     total = arrays[0].astype(wire)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import Array, Device, SharedBuffers
-from ..backends.host.progress_board import FAILURE_WORD, make_signal_pad, reset_run_numbers
+from ..backends.host.progress_board import FAILURE_WORD, equalise_run_numbers, make_signal_pad
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
 
@@ -69,9 +69,9 @@ class ThreadGroup:
             self.failure = ""
             self.barrier.reset()
         if self.board is not None:
-            reset_run_numbers(self.board)
+            equalise_run_numbers(self.board)
 
-    def wait_for_message(self, condition: Callable[[], object], subject: str, reason: str) -> None:
+    def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
         """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
 
         Raises:
@@ -123,13 +123,13 @@ class ThreadGroupMember:
             values.append(posted[1])
         return values
 
-    def _exchange(self, source: Array, sequence: int) -> list[Array]:
+    def _exchange_arrays(self, source: Array, sequence: int) -> list[Array]:
         """Return the source arrays of all members in rank order, in their narrowest dtype."""
-        return _in_narrowest_dtype(self.exchange_values(source, sequence))
+        return _cast_to_narrowest_dtype(self.exchange_values(source, sequence))
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
-        first, *others = self._exchange(source, sequence)
-        total = _accumulator_like(scratch, first)
+        first, *others = self._exchange_arrays(source, sequence)
+        total = _choose_accumulator(scratch, first)
         np.copyto(total, first)
         for other in others:
             np.add(total, other, out=total)
@@ -137,15 +137,15 @@ class ThreadGroupMember:
         np.copyto(into, total)
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        arrays = self._exchange(source, sequence)
+        arrays = self._exchange_arrays(source, sequence)
         for array, pairs in zip(arrays, parts, strict=True):
             for target, origin in pairs:
                 np.copyto(into[target], array[origin])
         self.group.wait(self.rank, sequence)
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        first, *others = self._exchange(source, sequence)
-        total = _accumulator_like(into, first)
+        first, *others = self._exchange_arrays(source, sequence)
+        total = _choose_accumulator(into, first)
         for target, origin in parts:
             np.copyto(total[target], first[origin])
             for other in others:
@@ -159,7 +159,7 @@ class ThreadGroupMember:
         with group.post:
             box = group.messages[self.rank, to]
             what = f"copy {sequence} from device {self.rank} of {self.size}"
-            group.wait_for_message(lambda: len(box) < MAX_PENDING_MESSAGES, what, f"device {to} took none")
+            group.wait_on_message_queues(lambda: len(box) < MAX_PENDING_MESSAGES, what, f"device {to} took none")
             box.append((sequence, message))
             group.post.notify_all()
 
@@ -167,7 +167,7 @@ class ThreadGroupMember:
         group, what = self.group, f"copy {sequence} to device {self.rank} of {self.size}"
         with group.post:
             box = group.messages[source, self.rank]
-            group.wait_for_message(lambda: box, what, f"device {source} sent nothing")
+            group.wait_on_message_queues(lambda: box, what, f"device {source} sent nothing")
             number, message = box.popleft()
             group.post.notify_all()
         if number != sequence:
@@ -175,7 +175,7 @@ class ThreadGroupMember:
         np.copyto(into, message)
 
 
-def _in_narrowest_dtype(arrays: list[Array]) -> list[Array]:
+def _cast_to_narrowest_dtype(arrays: list[Array]) -> list[Array]:
     """Cast all arrays to the narrowest of their dtypes, so that all devices compute the same numbers."""
     dtypes = {a.dtype for a in arrays}
     if len(dtypes) == 1:
@@ -184,7 +184,7 @@ def _in_narrowest_dtype(arrays: list[Array]) -> list[Array]:
     return [a.astype(wire) for a in arrays]
 
 
-def _accumulator_like(candidate: Array, operand: Array) -> Array:
+def _choose_accumulator(candidate: Array, operand: Array) -> Array:
     """Return `candidate` as the accumulator of a sum if it has the dtype of `operand`, else a new array.
 
     The new array has the shape of `candidate` and the dtype of `operand`.

@@ -22,7 +22,13 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.lazy_dataclass import dataclass
 from .packet_link import Packet, PacketLink
-from .presence import STOPPED_SECONDS, continue_supervisor, is_stopped, record_loss, register_partner
+from .presence import (
+    STOPPED_SECONDS,
+    is_stopped,
+    record_lost_rank,
+    register_exit_participant,
+    resume_stopped_supervisor,
+)
 
 HEARTBEAT_SECONDS = 0.5
 """Seconds between two heartbeats."""
@@ -104,10 +110,10 @@ class World:
             self._thread = threading.Thread(target=self._heartbeat_loop, name="hocket.distributed", daemon=True)
             self._thread.start()
             if not ends_process:
-                register_partner(self)
+                register_exit_participant(self)
             self.hosts = tuple(text.decode() for text in self.all_gather_bytes(link.host.encode()))
 
-    def name(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """Describe a rank for messages, as in ``rank 1 on node-b``."""
         return f"rank {rank} on {self.hosts[rank]}"
 
@@ -115,7 +121,7 @@ class World:
 
     def send_packet(self, to: int, channel: int, packet: Packet) -> object:
         """Send a packet to a rank on a channel, and return an object for `wait_until_sent`."""
-        self.check()
+        self.raise_if_failed()
         return self._link.send(to, channel, packet)
 
     def wait_until_sent(self, posted: Sequence[object], timeout: float | None = None) -> None:
@@ -125,14 +131,14 @@ class World:
             RanksError: A rank failed, or a packet is not sent within `timeout` seconds.
         """
         for one in posted:
-            if self._wait_for(lambda one=one: self._link.is_sent(one) or None, timeout) is None:  # type: ignore[misc]
-                raise RanksError(f"{self.name(self.rank)}: no rank receives its message for {timeout:g} s")
+            if self._poll_until(lambda one=one: self._link.is_sent(one) or None, timeout) is None:  # type: ignore[misc]
+                raise RanksError(f"{self.describe_rank(self.rank)}: no rank receives its message for {timeout:g} s")
 
     def receive_packet(self, source: int, channel: int, timeout: float | None = None) -> Packet | None:
         """Return the next packet from a rank on a channel, or None after `timeout` seconds."""
-        return self._wait_for(lambda: self._link.try_receive(source, channel), timeout)
+        return self._poll_until(lambda: self._link.try_receive(source, channel), timeout)
 
-    def _wait_for(self, poll: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
+    def _poll_until(self, poll: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
         """Poll until `poll` returns a value, and return the value, or None after `timeout` seconds.
 
         Raises:
@@ -143,7 +149,7 @@ class World:
                 return found
         start = time.monotonic()
         while (found := poll()) is None:
-            self.check()
+            self.raise_if_failed()
             waited = time.monotonic() - start
             if timeout is not None and waited > timeout:
                 return None
@@ -169,21 +175,21 @@ class World:
     def _receive_from(self, rank: int, timeout: float | None = None) -> bytes:
         packet = self.receive_packet(rank, TALK, timeout)
         if packet is None:
-            raise self.timeout_error(rank, timeout or 0.0)
+            raise self.record_timeout(rank, timeout or 0.0)
         return packet.tobytes()
 
-    def timeout_error(self, rank: int, timeout: float) -> RanksError:
+    def record_timeout(self, rank: int, timeout: float) -> RanksError:
         """Record that a rank which is alive did not come within `timeout` seconds, and return the error."""
-        self._give_up(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
+        self._give_up_rank(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
 
-    def _give_up(self, rank: int, why: str) -> None:
+    def _give_up_rank(self, rank: int, why: str) -> None:
         """Give up a rank: record its failure, so that the end of this process does not wait for that rank in MPI."""
         failure = Failure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
-            record_loss(str(failure))
+            record_lost_rank(str(failure))
 
-    def broadcast_from_first(self, make_text: Callable[[], bytes]) -> bytes:
+    def broadcast_from_rank_0(self, make_text: Callable[[], bytes]) -> bytes:
         """Return on all ranks the bytes that `make_text` returns on rank 0; other ranks do not call it."""
         if self.size == 1:
             return make_text()
@@ -208,24 +214,24 @@ class World:
         texts = [text.decode() for text in self.all_gather_bytes(own.encode(), timeout)]
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                first = f"{self.name(0)} has {texts[0]:.80}"
-                raise RanksError(f"{self.name(rank)} has another {name}: {text:.80}, {first}; {remedy}")
+                first = f"{self.describe_rank(0)} has {texts[0]:.80}"
+                raise RanksError(f"{self.describe_rank(rank)} has another {name}: {text:.80}, {first}; {remedy}")
 
-    def shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
+    def allocate_shared_words(self, words: int) -> npt.NDArray[np.int64] | None:
         """Allocate zeroed memory of `words` 8-byte integers that all ranks share, or return None on several machines.
 
         All ranks call the method.
         """
-        return self._link.shared_words(words) if len(set(self.hosts)) == 1 else None
+        return self._link.allocate_shared_words(words) if len(set(self.hosts)) == 1 else None
 
     # ------------------------------------------------------------------------------------------------- failing
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise `RanksError` if a rank has failed."""
         if self.failure is not None:
             raise RanksError(str(self.failure))
 
-    def register_wake(self, callback: Callable[[str], None]) -> None:
+    def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Register a bound method that is called with the reason when a rank fails.
 
         The registration ends with the object of the method. It serves threads that wait elsewhere and do not poll for
@@ -233,7 +239,7 @@ class World:
         """
         self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(callback)]
 
-    def wake_again(self) -> None:
+    def repeat_failure_callbacks(self) -> None:
         """Repeat the calls of all registered failure callbacks if a rank has failed.
 
         A cleared group has lost the reason of the failure.
@@ -243,7 +249,7 @@ class World:
                 if (wake := known()) is not None:
                     wake(str(self.failure))
 
-    def fail(self, why: str) -> None:
+    def announce_failure(self, why: str) -> None:
         """Announce the failure of this rank to the other ranks, unless it was announced before.
 
         The first failure of any rank stays the recorded failure.
@@ -253,7 +259,7 @@ class World:
             self._record_failure(Failure(self.rank, self.hosts[self.rank], why))
             self._send_control(FAILED + why.encode())
 
-    def tell_end(self, why: str) -> None:
+    def announce_end(self, why: str) -> None:
         """Announce to all ranks that the script of this rank ends, and why.
 
         Ranks that still need this rank raise the reason.
@@ -278,7 +284,7 @@ class World:
             if self.failure is not None:
                 return False
             self.failure = failure
-        self.wake_again()
+        self.repeat_failure_callbacks()
         return True
 
     def leave(self, timeout: float | None = None) -> None:
@@ -294,9 +300,9 @@ class World:
         self._done.set()
         start = time.monotonic()
         while late := [r for r in self._others if self._ended.get(r) != DONE]:
-            self.check()
+            self.raise_if_failed()
             if timeout is not None and time.monotonic() - start > timeout:
-                raise self.timeout_error(late[0], timeout)
+                raise self.record_timeout(late[0], timeout)
             time.sleep(POLL_SECONDS / 10)
         self._close()
 
@@ -305,16 +311,16 @@ class World:
         self._thread.join()
         self._link.close()
         if self._ends_process:
-            continue_supervisor()
+            resume_stopped_supervisor()
 
-    def end(self, code: int, why: str = "") -> NoReturn:
+    def end_process(self, code: int, why: str = "") -> NoReturn:
         """End this process with exit code `code` after a failure of this rank (reason `why`) or of another rank.
 
         The process stays until all ranks have sent their reasons. Ranks do not repeat a line that rank 0 prints.
         """
         self._is_ending = True
         if why:
-            self.fail(why)
+            self.announce_failure(why)
             until = time.monotonic() + FAILED_RANK_LINGER_SECONDS / 2
             while self.rank and 0 not in self._failure_reasons and 0 not in self._ended and time.monotonic() < until:
                 time.sleep(POLL_SECONDS / 5)
@@ -332,11 +338,11 @@ class World:
             if stream is not None:
                 stream.flush()
         if closes and all(self._ended.get(r) == CLOSES for r in self._others):
-            self._bound_close(code)
+            self._start_exit_timer(code)
             self._close()  # all ranks finalize MPI, so that mpiexec prints no banner
         os._exit(code)  # MPI would wait for the rank that failed
 
-    def _bound_close(self, code: int) -> None:
+    def _start_exit_timer(self, code: int) -> None:
         """Start a timer that ends this process with exit code `code` after `FAILED_RANK_LINGER_SECONDS`.
 
         The timer matters if another rank was killed after it sent `CLOSES`.
@@ -365,8 +371,8 @@ class World:
             if self._ends_process:
                 stopped = (stopped or now) if is_stopped(os.getppid()) else 0.0
                 if stopped and now - stopped > STOPPED_SECONDS:
-                    continue_supervisor()
-                    self.fail("the process that the launcher has started for it was stopped (SIGSTOP)")
+                    resume_stopped_supervisor()
+                    self.announce_failure("the process that the launcher has started for it was stopped (SIGSTOP)")
             if self._done.is_set() and not has_sent_done:
                 has_sent_done = True
                 self._send_control(DONE)  # the last packet: no message is pending when MPI ends
@@ -375,7 +381,7 @@ class World:
             if self.failure is not None and self._ends_process:
                 grace = grace or now + SHUTDOWN_GRACE_SECONDS
                 if now > grace and not self._is_ending:  # the main thread is busy or hangs
-                    self.end(2)
+                    self.end_process(2)
         if self._done.is_set() and not has_sent_done:  # the others have ended before
             self._send_control(DONE)
 
@@ -396,7 +402,7 @@ class World:
                 self._record_failure(Failure(rank, self.hosts[rank], last_words))
         elif rank not in self._ended and now - self._last[rank] > SILENCE_TIMEOUT_SECONDS:
             silence = f"nothing was heard of it for {SILENCE_TIMEOUT_SECONDS:.0f} s"
-            self._give_up(rank, f"{silence}: it was killed or stopped, or its machine is cut off")
+            self._give_up_rank(rank, f"{silence}: it was killed or stopped, or its machine is cut off")
 
 
 SINGLE_PROCESS = World(None)

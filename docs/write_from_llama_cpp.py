@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hocket.frontends.terminal.llama_cpp import FLAGS, PROGRAM_REMEDIES, Flag
+from hocket.frontends.terminal.llama_cpp import FLAGS, PROGRAM_REMEDIES, LlamaCppFlag
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "from-llama-cpp.md"
@@ -58,7 +58,7 @@ SECTIONS = {
 """A heading for each combination of programs."""
 
 
-def format_row(flag: Flag) -> str:
+def format_row(flag: LlamaCppFlag) -> str:
     """Return a table row with the names of a flag, and its remedy or "the same"."""
     names, remedy = ", ".join(f"`{name}`" for name in flag.names), flag.remedy or "the same"
     return "| {} | {} |\n".format(names, remedy.replace("|", "\\|"))

@@ -50,7 +50,7 @@ def read_graph(
             cells, (keys, values) = min(context, max(MIN_CONTEXT_BUCKET, tokens)), caches
             return model.graph(Step(1, tokens, cells, context, tokens, keys=keys, values=values))
         if start == ZIP_MAGIC:
-            return _read_torch_program(path)
+            return _read_torch_graph(path)
         if path.lower().endswith(".onnx"):  # ONNX files have no magic number
             from .onnx.importer import from_onnx
 
@@ -66,7 +66,7 @@ def read_graph(
         raise ModelError(f"{path}: is neither a GGUF model nor a graph ({why})") from None
 
 
-def _read_torch_program(path: str) -> Graph:
+def _read_torch_graph(path: str) -> Graph:
     """Read the graph of an exported PyTorch program."""
     try:
         from .torch.importer import from_torch

@@ -26,7 +26,7 @@ from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, 
 from .inference.micro_batches import make_session
 from .inference.pooling import MEAN_POOLING, choose_pooling
 from .inference.prefill_chunks import as_token_ids
-from .inference.saved_state import convert_file_errors, load_state, save_state
+from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
 from .inference.session_lease import SessionLease
 from .open_model import open_adapted_model, open_model, open_session
@@ -358,13 +358,13 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._lease_session() as lease, convert_file_errors():
+        with self._lease_session() as lease, convert_os_errors():
             save_state(lease.only_session, lease.tokens, path)
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
-        with self._lease_session() as lease, convert_file_errors():
+        with self._lease_session() as lease, convert_os_errors():
             (lease.tokens[0],) = load_state(lease.only_session, path)
             return list(lease.tokens[0])
 
@@ -437,7 +437,7 @@ class Model:
         first = self.session
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
-            if (lease := next((lease for lease in self._idle if lease.key == key), None)) is not None:
+            if (lease := next((lease for lease in self._idle if lease.lookup_key == key), None)) is not None:
                 self._idle.remove(lease)
         if lease is None:
             lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
@@ -446,4 +446,5 @@ class Model:
         finally:
             with self._lock:
                 if self._first is not None:
-                    self._idle = [lease, *(other for other in self._idle if other.key != key)][:MAX_IDLE_SESSIONS]
+                    others = [other for other in self._idle if other.lookup_key != key]
+                    self._idle = [lease, *others][:MAX_IDLE_SESSIONS]

@@ -46,7 +46,7 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
             run_at_context_end(session, next(tokens_to_run))
     plan = trace.runs[-1].plan
     seconds = median(run.end - run.start for run in trace.runs)
-    return format_comparison(plan, seconds, read_measurements(plan, trace))
+    return format_time_comparison(plan, seconds, read_measurements(plan, trace))
 
 
 def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
@@ -62,16 +62,18 @@ def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
-def format_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
+def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
     """Return the table of predicted and measured times, as lines."""
-    rows = list(compare_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps))
+    rows = list(
+        compare_timeline_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps)
+    )
     lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
     more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
     head = f"{'predicted':>12} {'measured':>12} {'error':>8}  of"
     return [head, _format_row("a run", plan.cost.total, seconds), *lines, *more]
 
 
-def compare_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
+def compare_timeline_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield name, predicted seconds and measured seconds of each timeline entry; its slowest device counts."""
     for number, stage in enumerate(plan.stages, 1):
         yield (

@@ -121,7 +121,7 @@ def choose_context(model: Model, tokens: int, asked: int | None, *, default: int
         ModelError: The context is longer than the trained context, or too short for the tokens.
     """
     context = min(default, model.context_length) if asked is None else asked or model.context_length
-    model.require_context(context)
+    model.require_context_fits(context)
     if tokens > context:
         more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
         raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")

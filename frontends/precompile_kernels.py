@@ -18,9 +18,9 @@ from ..backends.base import find_devices
 from ..backends.cpu.compilation.compiler import Kernel, precompile_kernels
 from ..backends.cpu.execution.program_binding import find_program_kernels
 from ..backends.cpu.kernels.packed.format_table import FORMATS
-from ..backends.cpu.kernels.packed.weight_packing import make_pack_kernel, make_unpack_kernel
+from ..backends.cpu.kernels.packed.weight_packing import make_pack_weights_kernel, make_unpack_rows_kernel
 from ..backends.cpu.kernels.rows.reductions import top_k
-from ..backends.cpu.steps.step_loop import run
+from ..backends.cpu.steps.step_loop import run_step_table
 from ..backends.cpu.steps.thread_sync import continue_run, run_worker_thread, start_run
 from ..backends.cpu.target_cpu import PRECOMPILED_TARGETS, find_compile_target
 from ..graph.dtypes import DType
@@ -40,13 +40,13 @@ COMMON_WEIGHT_DTYPES = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5
 """Weight dtypes of most model files."""
 
 
-def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
+def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
     """Yield the kernels to precompile: for the embedded model, and for decoders with common weight dtypes.
 
     Args:
         of_all_types: Include all weight dtypes and all float dtypes of the KV cache.
     """
-    yield from (run, start_run, continue_run, run_worker_thread, top_k)
+    yield from (run_step_table, start_run, continue_run, run_worker_thread, top_k)
     caches = [(dtype, dtype) for dtype in FLOAT_DTYPES] if of_all_types else [ONE_DEVICE.cache_dtypes]
     model = open_model(None)
     graphs = [
@@ -55,8 +55,8 @@ def list_kernels_to_compile(*, of_all_types: bool) -> Iterator[Kernel]:
     for dtype in (*FORMATS, *FLOAT_DTYPES) if of_all_types else COMMON_WEIGHT_DTYPES:
         if dtype in FORMATS:
             yield from (
-                make_pack_kernel(FORMATS[dtype]),
-                *([make_unpack_kernel(FORMATS[dtype])] if of_all_types else ()),
+                make_pack_weights_kernel(FORMATS[dtype]),
+                *([make_unpack_rows_kernel(FORMATS[dtype])] if of_all_types else ()),
             )
         graphs += [_build_feed_forward_graph(dtype, tokens) for tokens in STEP_TOKEN_COUNTS]
     graphs += [_build_rope_graph(mode) for mode in ("normal", "neox")]
@@ -87,15 +87,15 @@ def main(words: Sequence[str]) -> int:
             subprocess.run(command, env={**os.environ, "HOCKET_TARGET": t.name}).returncode for t in PRECOMPILED_TARGETS
         ]
         return max(each)
-    kernels = [*dict.fromkeys(list_kernels_to_compile(of_all_types="--all" in words))]
-    status = compile_in_parallel(kernels)
+    kernels = [*dict.fromkeys(list_kernels_to_precompile(of_all_types="--all" in words))]
+    status = compile_kernels_in_parallel(kernels)
     print(
         f"{find_compile_target().name}: {len(kernels)} kernels are ready" if not status else "kernels were not compiled"
     )
     return status
 
 
-def compile_in_parallel(kernels: Sequence[Kernel]) -> int:
+def compile_kernels_in_parallel(kernels: Sequence[Kernel]) -> int:
     """Compile kernels in one process per processor, and return the worst exit status.
 
     A kernel holds closures, which only a fork can pass on. Without fork this process compiles all kernels.

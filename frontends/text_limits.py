@@ -29,7 +29,7 @@ def require_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -
             )
 
 
-def require_room(model: Model, context: int, text: str, count: int) -> None:
+def require_tokens_fit_context(model: Model, context: int, text: str, count: int) -> None:
     """Require that `count` tokens fit a context of `context` tokens; `text` names their text in the message.
 
     Raises:

@@ -54,15 +54,15 @@ def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tup
     q, k = (chunks(_repeat_key_heads(x, heads, tiled=attrs["heads"] == "tiled")) for x in (q, k))
     v, g, beta = chunks(v), chunks(g), chunks(reshape(beta, shape=(*beta.shape, 1)))
     decay_sums = cumsum(transpose(g))  # [M, 1 or size, tokens]
-    decay = _pairwise_decay(decay_sums)
+    decay = _build_pairwise_token_decay(decay_sums)
     decay_from_start = exp(transpose(decay_sums))
     system = add(
-        mul(tri(_decayed_products(k, k, decay), kind="lower"), beta),
+        mul(tri(_build_decayed_products(k, k, decay), kind="lower"), beta),
         diag(reshape(fill(beta, value=1.0), shape=v.shape[:2])),
     )
     own_update = solve_tri(system, mul(v, beta))
     state_read = solve_tri(system, mul(mul(k, decay_from_start), beta))
-    attention = tri(_decayed_products(q, k, decay), kind="lower_diag")
+    attention = tri(_build_decayed_products(q, k, decay), kind="lower_diag")
     end = slice_(transpose(decay_sums), axis=1, start=chunk - 1, stop=chunk)
     keys_to_end = mul(k, exp(sub(repeat(end, shape=decay_from_start.shape), transpose(decay_sums))))
     parts = (own_update, state_read, attention, mul(q, decay_from_start), keys_to_end, exp(end))
@@ -97,7 +97,7 @@ def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
     return reshape(repeated, shape=(*leading, heads, size))
 
 
-def _pairwise_decay(decay_sums: Value) -> Value:
+def _build_pairwise_token_decay(decay_sums: Value) -> Value:
     """Build the decay from token s to token r of each chunk [M, 1 or size, r, s], 0 for later s.
 
     Args:
@@ -110,7 +110,7 @@ def _pairwise_decay(decay_sums: Value) -> Value:
     return tri(left, kind="lower_diag")
 
 
-def _decayed_products(x: Value, y: Value, decay: Value) -> Value:
+def _build_decayed_products(x: Value, y: Value, decay: Value) -> Value:
     """Build the products of tokens r of `x` and s of `y`, weighted by their decay: [M, r, s].
 
     Args:

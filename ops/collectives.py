@@ -193,6 +193,6 @@ POINT_TO_POINT_OPS = frozenset(o.name for o in (send, receive))
 """Names of collectives between two devices; all others need the whole group."""
 
 
-def find_collective_number(op_name: str, attrs: Attrs) -> int | None:
+def find_collective_sequence_number(op_name: str, attrs: Attrs) -> int | None:
     """Return the sequence number of a collective within its device group, or None for other ops."""
     return as_integer(attrs["sequence"]) if op_name in COLLECTIVES else None

@@ -33,12 +33,12 @@ _PAIRS: Mapping[str, Op[Value]] = {
 }
 
 
-def _decompose_gated_unit(activation: Op[Value]) -> Decomposition:
+def _make_gated_unit_decomposition(activation: Op[Value]) -> Decomposition:
     """Return the decomposition of a gated unit: the activation of the gate, times the up projection."""
     return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
 
 
-def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+def _decompose_one_operand_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Decompose `glu` on one operand into the gated unit of two operands, applied to the two halves."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
@@ -63,7 +63,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     return (permute(mul_mat(transpose(permute(v, axes=heads_first)), p), axes=heads_first),)
 
 
-def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Decompose attention into one call of `attention` per token, over a KV cache that is written in two steps."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
@@ -96,13 +96,13 @@ def _write_cache_in_two_steps(x: Value, name: str) -> Value:
 
 DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
     {
-        "reglu": {"unfused": _decompose_gated_unit(relu)},
-        "geglu": {"unfused": _decompose_gated_unit(gelu)},
-        "geglu_erf": {"unfused": _decompose_gated_unit(gelu_erf)},
-        "geglu_quick": {"unfused": _decompose_gated_unit(gelu_quick)},
-        "swiglu": {"unfused": _decompose_gated_unit(silu)},
-        "glu": {"unfused": _decompose_fused_glu},
-        "attention": {"unfused": _decompose_attention, "cached": _decompose_cached_attention},
+        "reglu": {"unfused": _make_gated_unit_decomposition(relu)},
+        "geglu": {"unfused": _make_gated_unit_decomposition(gelu)},
+        "geglu_erf": {"unfused": _make_gated_unit_decomposition(gelu_erf)},
+        "geglu_quick": {"unfused": _make_gated_unit_decomposition(gelu_quick)},
+        "swiglu": {"unfused": _make_gated_unit_decomposition(silu)},
+        "glu": {"unfused": _decompose_one_operand_glu},
+        "attention": {"unfused": _decompose_attention, "cached": _decompose_attention_per_token_over_cache},
         "gated_delta_net": {"unfused": build_chunked_delta_rule},
     }
 )

@@ -69,7 +69,7 @@ def apply_operator(sign: str, left: Any, right: Any) -> Value:
         return VALUE_WITH_NUMBER[sign](left, float(right))
     if not isinstance(left, Value):
         return NUMBER_WITH_VALUE[sign](float(left), right)
-    shape = _broadcast_shape(f"{left!r} {sign} {right!r}", left.shape, right.shape)
+    shape = _compute_broadcast_shape(f"{left!r} {sign} {right!r}", left.shape, right.shape)
     if left.shape != shape and right.shape == shape and sign in "+*":
         left, right = right, left
     return VALUE_WITH_VALUE[sign](_broadcast_to(left, shape), right)
@@ -101,7 +101,7 @@ def build_matmul(x: Any, w: Any) -> Value:
             )
     rows = x if len(x.shape) > 1 else reshape(x, shape=(1, *x.shape))
     columns = build_transpose(w) if len(w.shape) > 1 else reshape(w, shape=(1, *w.shape))
-    leading = _broadcast_shape(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
+    leading = _compute_broadcast_shape(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
     if columns.shape[-1] != rows.shape[-1]:
         raise GraphError(f"{x!r} @ {w!r}: rows hold {rows.shape[-1]} values, columns {columns.shape[-1]}")
     y = mul_mat(columns, _broadcast_to(rows, (*leading, *rows.shape[-2:])))
@@ -170,7 +170,7 @@ def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool
     raise GraphError(f"{x!r}: index {format_value(entry)} of axis {axis}; need {need}")
 
 
-def _broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape to which two shapes broadcast."""
     try:
         return tuple(np.broadcast_shapes(one, two))

@@ -29,12 +29,12 @@ A signature names the axes of operands and results:
 """
 
 
-def build_page() -> str:
+def build_op_reference() -> str:
     """Return the reference page of all ops as Markdown."""
-    return HEAD + "".join("\n" + "\n".join(format_op(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+    return HEAD + "".join("\n" + "\n".join(format_op_section(op)) + "\n" for _, op in sorted(REGISTRY.items()))
 
 
-def format_op(op: Op[Any]) -> Iterator[str]:
+def format_op_section(op: Op[Any]) -> Iterator[str]:
     """Yield the lines of the section about one op: docstring, signatures, attributes and properties."""
     yield f"## {op.name}"
     yield ""
@@ -45,7 +45,7 @@ def format_op(op: Op[Any]) -> Iterator[str]:
     attrs = [f"{name}: {kind}{_format_default(op.defaults, name)}" for name, kind in op.attribute_types.items()]
     if attrs:
         yield format_list_item(f"attributes: `{', '.join(attrs)}`")
-    yield format_list_item(", ".join(_format_properties(op)))
+    yield format_list_item(", ".join(_format_op_properties(op)))
 
 
 def format_list_item(text: str) -> str:
@@ -57,7 +57,7 @@ def _format_default(defaults: Attrs, name: str) -> str:
     return f" = {format_attribute(defaults[name])}" if name in defaults else ""
 
 
-def _format_properties(op: Op[Any]) -> Iterator[str]:
+def _format_op_properties(op: Op[Any]) -> Iterator[str]:
     """Yield the properties of an op as phrases: its tier, and the operands in which it is linear or in place."""
     yield "MUST" if op.is_required else "SHOULD"
     if op.is_view:
@@ -75,4 +75,4 @@ def _format_properties(op: Op[Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(build_page())
+    sys.stdout.write(build_op_reference())

@@ -38,9 +38,9 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
     Raises:
         GraphError: a row is no whole number of blocks, or the dtype has no dequantiser.
     """
-    bytes_ = _as_bytes(raw, dtype)
+    bytes_ = _as_byte_rows(raw, dtype)
     if not dtype.is_quantised:
-        return _expand_blocks(bytes_, dtype)
+        return _expand_unquantised(bytes_, dtype)
     if dtype not in EXPANDERS:
         return _expand_with_gguf(bytes_, dtype)
     out = np.empty((*raw.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block), np.float32)
@@ -103,7 +103,7 @@ def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     return f32_to_bf16(np.atleast_1d(numbers).astype(np.float32)).reshape(numbers.shape)
 
 
-def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
+def _as_byte_rows(raw: np.ndarray, dtype: DType) -> U8:
     """Return stored elements as uint8 rows [..., row bytes]."""
     if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
         raise GraphError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
@@ -117,7 +117,7 @@ def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
     return raw
 
 
-def _expand_blocks(bytes_: U8, dtype: DType) -> F32:
+def _expand_unquantised(bytes_: U8, dtype: DType) -> F32:
     """Return the float32 values of elements of a dtype without blocks."""
     if bytes_.strides[-1] != 1:
         bytes_ = np.ascontiguousarray(bytes_)
@@ -197,7 +197,7 @@ FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 """Twice the values of a 4-bit float (``kvalues_mxfp4``); ggml drops the sign of minus zero."""
 
 
-def _compute_e4m3_halves() -> F32:
+def _compute_half_e4m3_values() -> F32:
     """Return half of the value of each 8-bit float with 4 exponent bits and 3 fraction bits (E4M3), float32 [256].
 
     The sign is ignored, and NaN gives 0. Source: ``ue4m3_to_fp32`` of ggml.
@@ -208,7 +208,7 @@ def _compute_e4m3_halves() -> F32:
     return halves
 
 
-HALF_OF_E4M3 = _compute_e4m3_halves()
+HALF_OF_E4M3 = _compute_half_e4m3_values()
 """Half of the value of each E4M3 byte."""
 
 
@@ -383,7 +383,7 @@ def _safe_reciprocal(scale: F32) -> F32:
     return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
 
 
-def _build_blocks(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
+def _build_block_records(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
     """Build block records with one scale and the codes `qs` of each block."""
     blocks = np.empty(len(scale), BLOCK_LAYOUTS[dtype])
     blocks["d"], blocks["qs"] = scale[:, 0], qs
@@ -395,14 +395,14 @@ def _quantise_q8_0(x: F32) -> np.ndarray:
     scaled = x * _safe_reciprocal(d)
     whole = np.trunc(scaled)
     away = whole + np.copysign(np.float32(1), scaled) * (np.abs(scaled - whole) >= 0.5)
-    return _build_blocks(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
+    return _build_block_records(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
 
 
 def _quantise_q4_0(x: F32) -> np.ndarray:
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = np.where(-low < high, high, low) / np.float32(-8)
     q = np.minimum(np.nan_to_num(np.trunc(x * _safe_reciprocal(d) + np.float32(8.5))), 15).astype(np.uint8)
-    return _build_blocks(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
+    return _build_block_records(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
 
 
 QUANTISERS = {DType.Q8_0: _quantise_q8_0, DType.Q4_0: _quantise_q4_0}

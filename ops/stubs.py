@@ -25,7 +25,7 @@ from ..graph.node import Value
 '''
 
 
-def build_stub() -> str:
+def build_ops_stub() -> str:
     """Return the type stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
@@ -37,11 +37,11 @@ def build_stub() -> str:
                 ops[alias.asname or alias.name] = exported
             elif node.level:
                 others.append(f"from .{node.module} import {alias.name} as {alias.asname}\n")
-    entries = "".join(line for name in sorted(ops) for line in format_stub(name, ops[name]))
+    entries = "".join(line for name in sorted(ops) for line in format_op_stub(name, ops[name]))
     return HEAD + "".join(others) + "\n" + entries.rstrip("\n") + "\n"
 
 
-def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
+def format_op_stub(name: str, op: Op[Any]) -> Iterator[str]:
     """Yield the stub of one op as text: a function with its docstring, formatted as by ruff."""
     signature = inspect.signature(op)
     listed, end = list(format_parameters(signature)), f") -> {signature.return_annotation}:"
@@ -57,4 +57,4 @@ def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(build_stub())
+    sys.stdout.write(build_ops_stub())

@@ -38,7 +38,7 @@ def select_non_default_attributes(node: Node) -> Attrs:
     if node.op not in REGISTRY:
         return node.attrs
     defaults = REGISTRY[node.op].defaults
-    return {k: v for k, v in node.attrs.items() if k not in defaults or not _is_same_value(defaults[k], v)}
+    return {k: v for k, v in node.attrs.items() if k not in defaults or not _is_same_type_and_value(defaults[k], v)}
 
 
 def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
@@ -54,6 +54,6 @@ def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
     return {**known, **{k: v for k, v in attrs.items() if k not in known}}
 
 
-def _is_same_value(one: object, two: object) -> bool:
+def _is_same_type_and_value(one: object, two: object) -> bool:
     """Return whether both values and their types are equal: 1 is not 1.0 or true."""
     return type(one) is type(two) and repr(one) == repr(two)

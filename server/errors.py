@@ -80,7 +80,7 @@ class ApiError(HocketError):
         return {"type": "error", "error": {"type": type_, "message": self.message}}
 
 
-def refuse(message: str, param: str | None = None) -> ApiError:
+def make_bad_request_error(message: str, param: str | None = None) -> ApiError:
     """Make the error of a bad request (status 400); `param` is the wrong field of the body."""
     return ApiError(400, message, param=param)
 
@@ -96,19 +96,19 @@ def as_api_error(error: BaseException) -> ApiError:
         case QueueFullError():
             return ApiError(429, str(error), retry_seconds=error.retry_seconds)
         case ContextExceededError():
-            return make_context_error(error.prompt_tokens, error.context)
+            return make_context_exceeded_error(error.prompt_tokens, error.context)
         case ModelError():
-            return refuse(str(error))
+            return make_bad_request_error(str(error))
         case msgspec.MsgspecError():
-            return refuse(f"the body does not fit: {error}")
+            return make_bad_request_error(f"the body does not fit: {error}")
         case RecursionError():
-            return refuse("the body is nested too deeply")
+            return make_bad_request_error("the body is nested too deeply")
     number = secrets.token_hex(6)
     LOGGER.error("error %s", number, exc_info=error)
     return ApiError(500, f"the server has failed; its log has the reason under {number}", extra={"id": number})
 
 
-def make_context_error(prompt_tokens: int, context: int) -> ApiError:
+def make_context_exceeded_error(prompt_tokens: int, context: int) -> ApiError:
     """Make the error of a prompt that exceeds the context; both sizes are in tokens."""
     return ApiError(
         400,

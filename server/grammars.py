@@ -11,7 +11,7 @@ from ..frontends.errors import ModelError
 from ..frontends.generation.grammar import Grammar
 from ..frontends.gguf.tokenization.tokenizer import Tokenizer
 from .bodies.schemas import MAX_GRAMMAR_CHARACTERS
-from .errors import refuse
+from .errors import make_bad_request_error
 
 MAX_GRAMMARS = 64
 """Maximum compiled grammars in the cache; the least recently used one is dropped."""
@@ -44,12 +44,14 @@ class GrammarCache:
             schema = {} if schema else {"not": {}}
         grammar = self._get("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
         if is_strict and grammar.warning:
-            raise refuse(grammar.warning, "json_schema")
+            raise make_bad_request_error(grammar.warning, "json_schema")
         return grammar
 
     def _get(self, kind: str, text: str) -> Grammar:
         if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise refuse(f"the {kind} has {len(text)} characters; need {MAX_GRAMMAR_CHARACTERS} at most", kind)
+            raise make_bad_request_error(
+                f"the {kind} has {len(text)} characters; need {MAX_GRAMMAR_CHARACTERS} at most", kind
+            )
         with self._lock:
             if (found := self._grammars.get((kind, text))) is not None:
                 self._grammars.move_to_end((kind, text))
@@ -60,7 +62,7 @@ class GrammarCache:
             else:
                 grammar = Grammar(self._tokenizer, json_schema=text)
         except ModelError as error:
-            raise refuse(str(error), kind) from None
+            raise make_bad_request_error(str(error), kind) from None
         with self._lock:
             self._grammars[kind, text] = grammar
             while len(self._grammars) > MAX_GRAMMARS:
@@ -68,6 +70,6 @@ class GrammarCache:
         return grammar
 
 
-def describe_ignored(grammar: Grammar | None) -> tuple[str, ...]:
+def list_ignored_schema_keywords(grammar: Grammar | None) -> tuple[str, ...]:
     """List the keywords of its JSON schema that a grammar ignores, as entries of the header of ignored fields."""
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

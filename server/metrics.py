@@ -10,14 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..frontends.serving.requests import RequestTiming
 from ..frontends.serving.service import ModelService
-from .streams import Finish, Progress, Update
+from .streams import ChoiceFinish, PromptProgress, Update
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Bucket bounds of the histograms of seconds."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class EngineCollector:
+class EngineMetricsCollector:
     """A Prometheus collector that reads the counts of an engine at each scrape."""
 
     def __init__(self, service: ModelService) -> None:
@@ -56,7 +56,7 @@ class ServerMetrics:
     def __init__(self, service: ModelService) -> None:
         self._service, self.start_time = service, time.time()
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(service))
+        self._registry.register(EngineMetricsCollector(service))
         registry = self._registry
         self.responses = Counter(
             "hocket_responses", "Responses by path and status", ["path", "status"], registry=registry
@@ -109,17 +109,17 @@ class ServerMetrics:
         gauges = {
             "prompt_tokens_seconds": (
                 "Average prompt throughput in tokens/s",
-                divide(read, status.sums.prompt_seconds),
+                divide_or_zero(read, status.sums.prompt_seconds),
             ),
             "predicted_tokens_seconds": (
                 "Average generation throughput in tokens/s",
-                divide(status.sums.new_tokens, status.sums.decode_seconds),
+                divide_or_zero(status.sums.new_tokens, status.sums.decode_seconds),
             ),
             "requests_processing": ("Number of requests processing", status.running),
             "requests_deferred": ("Number of requests deferred", status.queued),
             "n_busy_slots_per_decode": (
                 "Average number of busy slots per decode step",
-                divide(status.sums.new_tokens, status.sums.decode_steps),
+                divide_or_zero(status.sums.new_tokens, status.sums.decode_steps),
             ),
         }
         lines = []
@@ -133,7 +133,7 @@ class ServerMetrics:
         return "\n".join(lines) + "\n"
 
 
-def divide(count: float, by: float) -> float:
+def divide_or_zero(count: float, by: float) -> float:
     """Return the quotient, or 0 if the divisor is not positive."""
     return count / by if by > 0 else 0.0
 
@@ -148,17 +148,17 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
         "cache_n": timing.cached_tokens,
         "prompt_n": read,
         "prompt_ms": timing.prompt_seconds * 1e3,
-        "prompt_per_token_ms": divide(timing.prompt_seconds * 1e3, read),
-        "prompt_per_second": divide(read, timing.prompt_seconds),
+        "prompt_per_token_ms": divide_or_zero(timing.prompt_seconds * 1e3, read),
+        "prompt_per_second": divide_or_zero(read, timing.prompt_seconds),
         "predicted_n": token_count,
         "predicted_ms": timing.decode_seconds * 1e3,
-        "predicted_per_token_ms": divide(timing.decode_seconds * 1e3, decoded),
-        "predicted_per_second": divide(decoded, timing.decode_seconds) if decoded else 0.0,
+        "predicted_per_token_ms": divide_or_zero(timing.decode_seconds * 1e3, decoded),
+        "predicted_per_second": divide_or_zero(decoded, timing.decode_seconds) if decoded else 0.0,
         "queue_ms": timing.queue_seconds * 1e3,
     }
 
 
-class AnswerClock:
+class ChoiceStopwatch:
     """A stopwatch of one choice, for the object ``timings`` of a stream before the engine reports its times."""
 
     def __init__(self) -> None:
@@ -169,12 +169,12 @@ class AnswerClock:
     def describe_update(self, update: Update) -> dict[str, float]:
         """Return the object ``timings`` after an update; at the end with the times of the engine."""
         now = time.perf_counter()
-        if isinstance(update, Finish):
+        if isinstance(update, ChoiceFinish):
             return describe_timing(update.timing, update.token_count)
         if self._start is None:
             self._start = now
-            self._cached_tokens = update.read_tokens if isinstance(update, Progress) else 0
-        if isinstance(update, Progress):
+            self._cached_tokens = update.read_tokens if isinstance(update, PromptProgress) else 0
+        if isinstance(update, PromptProgress):
             self._read_tokens = update.read_tokens
         else:
             self._new_tokens += len(update.tokens)

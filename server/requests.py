@@ -24,7 +24,7 @@ from ..frontends.serving.requests import GenerationRequest
 from ..frontends.serving.service import ModelService
 from .bodies.messages import ChatPrompt, render_messages
 from .bodies.schemas import ChatBody, ResponseFormat, SamplingBody, TemplateBody
-from .errors import ApiError, make_context_error, refuse
+from .errors import ApiError, make_bad_request_error, make_context_exceeded_error
 from .grammars import ANY_OBJECT_SCHEMA, GrammarCache
 from .options import ServerOptions
 
@@ -125,11 +125,11 @@ class RequestBuilder:
         if not isinstance(prompt, list):
             return [self._encode_prompt(prompt)]
         if not prompt:
-            raise refuse("the prompt is an empty list; give some text", "prompt")
+            raise make_bad_request_error("the prompt is an empty list; give some text", "prompt")
         if any(isinstance(part, int) for part in prompt):
             return [self._encode_prompt(prompt)]
         if len(prompt) > MAX_PROMPTS:
-            raise refuse(f"{len(prompt)} prompts; need {MAX_PROMPTS} at most", "prompt")
+            raise make_bad_request_error(f"{len(prompt)} prompts; need {MAX_PROMPTS} at most", "prompt")
         return [self._encode_prompt(part) for part in prompt]
 
     def _encode_prompt(self, prompt: object) -> tuple[int, ...]:
@@ -144,10 +144,12 @@ class RequestBuilder:
                 if all(isinstance(text, str) for text in texts):
                     return self._encode_prompt("".join(map(str, texts)))
             case list() if prompt and all(isinstance(part, int | str) for part in prompt):
-                return self._join_parts(prompt)
-        raise refuse("a prompt is a text, or a list of tokens and texts; this one has another form", "prompt")
+                return self._encode_prompt_parts(prompt)
+        raise make_bad_request_error(
+            "a prompt is a text, or a list of tokens and texts; this one has another form", "prompt"
+        )
 
-    def _join_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
+    def _encode_prompt_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
         """Tokenize a list of prompt parts (tokens and texts); only a first text gets BOS, as in llama-server."""
         ids: list[int] = []
         tokenizer = self._service.tokenizer
@@ -156,7 +158,9 @@ class RequestBuilder:
                 encode = partial(tokenizer.encode, part, add_special=i == 0, parse_special=True)
                 ids.extend(self._encode(part, encode))
             elif isinstance(part, bool) or not 0 <= part < tokenizer.n_tokens:
-                raise refuse(f"token {part} is not in the vocabulary; need 0 to {tokenizer.n_tokens - 1}", "prompt")
+                raise make_bad_request_error(
+                    f"token {part} is not in the vocabulary; need 0 to {tokenizer.n_tokens - 1}", "prompt"
+                )
             else:
                 ids.append(part)
         return tuple(ids)
@@ -172,7 +176,7 @@ class RequestBuilder:
             self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_tokens)), default=1)
         min_tokens = len(text) // max(1, self._longest_token)
         if min_tokens > context and tokenizer.kind not in NO_SPACE_KINDS:
-            raise make_context_error(min_tokens, context)
+            raise make_context_exceeded_error(min_tokens, context)
         return tuple(encode())
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -187,12 +191,12 @@ class RequestBuilder:
         is_strict = format is not None and format.json_schema is not None and bool(format.json_schema.strict)
         if format is not None and format.type != "text":
             if body.grammar or schema is not None:
-                raise refuse("got a response_format and a grammar; give one of them", "response_format")
-            schema = _read_schema(format)
+                raise make_bad_request_error("got a response_format and a grammar; give one of them", "response_format")
+            schema = _select_response_schema(format)
         if body.grammar and schema is not None:
-            raise refuse("got a grammar and a json_schema; give one of them", "grammar")
+            raise make_bad_request_error("got a grammar and a json_schema; give one of them", "grammar")
         if body.grammar:
-            return await self._compile(partial(self._grammars.compile_grammar, body.grammar), "grammar")
+            return await self._compile_with_time_limit(partial(self._grammars.compile_grammar, body.grammar), "grammar")
         return None if schema is None else await self.compile_schema(schema, is_strict)
 
     async def compile_schema(self, schema: Mapping[str, object] | bool | str, is_strict: bool = False) -> Grammar:
@@ -201,9 +205,11 @@ class RequestBuilder:
         Raises:
             ApiError: As `GrammarCache.compile_schema`, or the compilation takes too long.
         """
-        return await self._compile(partial(self._grammars.compile_schema, schema, is_strict), "json_schema")
+        return await self._compile_with_time_limit(
+            partial(self._grammars.compile_schema, schema, is_strict), "json_schema"
+        )
 
-    async def _compile(self, function: Callable[[], Grammar], param: str) -> Grammar:
+    async def _compile_with_time_limit(self, function: Callable[[], Grammar], param: str) -> Grammar:
         """Run a function that compiles a grammar, with a time limit.
 
         Raises:
@@ -214,9 +220,11 @@ class RequestBuilder:
         try:
             return await asyncio.wait_for(task, seconds)
         except TimeoutError:
-            raise refuse(f"the {param} took longer than {seconds:g} s to compile; use a simpler one", param) from None
+            raise make_bad_request_error(
+                f"the {param} took longer than {seconds:g} s to compile; use a simpler one", param
+            ) from None
 
-    def build_params(
+    def build_generation_params(
         self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
     ) -> GenerationParams:
         """Build the generation parameters of choice number `choice`; each choice has its own seed.
@@ -232,7 +240,7 @@ class RequestBuilder:
             changes["top_p"] = max(body.top_p, MIN_TOP_P)
         changes["temperature"] = body.temperature
         changes = {name: value for name, value in changes.items() if value is not None}
-        sampling = replace(default, **changes, bias=self._read_bias(body))
+        sampling = replace(default, **changes, bias=self._parse_logit_bias(body))
         sampling.check(tokenizer.n_tokens)
         base_seed = self._options.seed if body.seed is None else body.seed
         seed = secrets.randbits(32) if base_seed == -1 else (base_seed + choice) % (1 << 64)
@@ -246,7 +254,7 @@ class RequestBuilder:
             tokenizer.n_tokens,
         )
 
-    def _read_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
+    def _parse_logit_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
         """Parse the logit bias of a body to pairs of token and number.
 
         A key is a token, or a text for all its tokens; ``false`` bans a token.
@@ -258,7 +266,7 @@ class RequestBuilder:
             sums = dict.fromkeys(self._service.tokenizer.eos_ids, -math.inf)
         for key, value in pairs:
             if value is True:
-                raise refuse("a logit bias is a number, or false to ban the token", "logit_bias")
+                raise make_bad_request_error("a logit bias is a number, or false to ban the token", "logit_bias")
             number = -math.inf if value is False else float(value)
             for token in self._read_bias_key(key):
                 sums[token] = sums.get(token, 0.0) + number
@@ -269,9 +277,9 @@ class RequestBuilder:
             return [key]
         if key.isascii() and key.removeprefix("-").isdigit():
             return [int(key)]
-        return self._service.tokenizer.encode_inside(key)
+        return self._service.tokenizer.encode_continuation(key)
 
-    def build_request(
+    def build_engine_request(
         self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, uses_cache: bool, id: str
     ) -> GenerationRequest:
         """Build an engine request from a tokenized prompt and its parameters.
@@ -300,12 +308,14 @@ class RequestBuilder:
             ModelError: A prompt is empty, or a value does not fit the model.
         """
         if len(prompts) * choices > MAX_TEXTS:
-            raise refuse(f"{len(prompts)} prompts with {choices} choices; need {MAX_TEXTS} texts at most", "prompt")
+            raise make_bad_request_error(
+                f"{len(prompts)} prompts with {choices} choices; need {MAX_TEXTS} texts at most", "prompt"
+            )
         grammar = await self.choose_grammar(body)
         return tuple(
-            self.build_request(
+            self.build_engine_request(
                 prompt,
-                self.build_params(body, limit, grammar, choice),
+                self.build_generation_params(body, limit, grammar, choice),
                 top_logprobs=top_logprobs,
                 uses_cache=body.cache_prompt,
                 id=f"{id}-{i * choices + choice}",
@@ -314,7 +324,7 @@ class RequestBuilder:
             for choice in range(choices)
         )
 
-    def check_model(self, name: str) -> None:
+    def require_served_model(self, name: str) -> None:
         """Require that this server has the named model, if `ServerOptions.strict_model` is set.
 
         Raises:
@@ -325,7 +335,7 @@ class RequestBuilder:
             raise ApiError(404, f"there is no model {name!a:.80}; this server has {names[0]!a}", param="model")
 
 
-def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
+def _select_response_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
     """Select the JSON schema that a ``response_format`` asks for.
 
     Raises:
@@ -334,12 +344,12 @@ def _read_schema(format: ResponseFormat) -> Mapping[str, object] | bool:
     if format.type == "json_object":
         return ANY_OBJECT_SCHEMA if format.schema is None else format.schema
     if format.type != "json_schema":
-        raise refuse(
+        raise make_bad_request_error(
             f"response_format.type is {format.type!a:.40}; need text, json_object or json_schema", "response_format"
         )
     schema = format.schema if format.json_schema is None else format.json_schema.schema
     if schema is None:
-        raise refuse("response_format.json_schema.schema is missing", "response_format")
+        raise make_bad_request_error("response_format.json_schema.schema is missing", "response_format")
     return schema
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .bodies.schemas import Body, decode_body
 from .errors import ApiError, as_api_error
 from .state import ServingState
-from .streams import AnswerStream, CompleteText, Finish, Update, read_complete_texts
+from .streams import AnswerStream, ChoiceFinish, CompleteText, Update, read_complete_texts
 
 Output = TypeVar("Output")
 PING = b": ping\n\n"
@@ -44,11 +44,11 @@ async def read_body(request: Request, body_type: type[Body]) -> tuple[Body, dict
     """
     body, ignored = decode_body(await request.body(), body_type)
     headers: dict[str, str] = {}
-    add_ignored(headers, ignored)
+    add_ignored_fields(headers, ignored)
     return body, headers
 
 
-def add_ignored(headers: dict[str, str], names: Iterable[str]) -> None:
+def add_ignored_fields(headers: dict[str, str], names: Iterable[str]) -> None:
     """Add field names to the header of ignored fields."""
     if joined := ", ".join(filter(None, [headers.get(IGNORED_HEADER), *names])):
         headers[IGNORED_HEADER] = joined.encode("unicode_escape").decode()
@@ -105,7 +105,7 @@ class EventStream(Response):
             async for updates in self._stream.read_updates():
                 chunk = self._formatter.format_updates(updates) if updates else self._formatter.ping
                 for update in updates:
-                    if isinstance(update, Finish):
+                    if isinstance(update, ChoiceFinish):
                         self._state.record_finish(update)
                 if chunk:
                     await self._send(send, chunk)

@@ -41,7 +41,7 @@ class HeaderName(bytes):
     """
 
     @classmethod
-    def spell(cls, name: bytes) -> bytes:
+    def with_capitals(cls, name: bytes) -> bytes:
         """Return a header name with capitals, such as ``Retry-After``."""
         return name if name.lower() in FRAMING_HEADERS else cls(name.title())
 
@@ -76,7 +76,7 @@ class ErrorLayer:
                 self._metrics.responses.labels(known, str(message["status"])).inc()
                 message = {
                     **message,
-                    "headers": [(HeaderName.spell(name), value) for name, value in message["headers"]],
+                    "headers": [(HeaderName.with_capitals(name), value) for name, value in message["headers"]],
                 }
             await send(message)
 

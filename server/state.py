@@ -16,7 +16,7 @@ from .errors import ApiError
 from .metrics import ServerMetrics
 from .options import ServerOptions
 from .requests import RequestBuilder
-from .streams import AnswerStream, EventBridge, Finish
+from .streams import AnswerStream, ChoiceFinish, EventBridge
 
 RETRY_SECONDS = 10.0
 """The value of ``Retry-After`` while the server shuts down or its engine has failed."""
@@ -125,12 +125,12 @@ class ServingState:
         for stream in list(self.active_streams):
             stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
-    def record_finish(self, finish: Finish) -> None:
+    def record_finish(self, finish: ChoiceFinish) -> None:
         """Add the times of a finished choice to the metrics."""
         self.metrics.record_timing(finish.timing, finish.token_count)
 
 
-def state_of(request: Request) -> ServingState:
+def get_serving_state(request: Request) -> ServingState:
     """Return the state of the server that received a request."""
     state: ServingState = request.app.state.serving
     return state

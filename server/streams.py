@@ -18,7 +18,7 @@ from ..frontends.serving.requests import (
     EndEvent,
     Event,
     GenerationRequest,
-    ProgressEvent,
+    PromptProgressEvent,
     RequestTiming,
     TokenEvent,
 )
@@ -41,7 +41,7 @@ class TextUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PromptProgress:
     """Prompt progress of a choice: `read_tokens` of `prompt_tokens` tokens have been processed."""
 
     choice: int
@@ -50,7 +50,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class ChoiceFinish:
     """The end of a choice: its reason (``stop`` or ``length``), the stop string that ended it, tokens and times."""
 
     choice: int
@@ -65,7 +65,7 @@ class Finish:
         return "word" if self.stop_string else "limit" if self.reason == "length" else "eos"
 
 
-Update = TextUpdate | Progress | Finish
+Update = TextUpdate | PromptProgress | ChoiceFinish
 QueueItem = Event | ApiError | None
 """An item in the queue of a stream; `None` is a timer tick."""
 
@@ -93,7 +93,7 @@ class TokenDecoder(Utf8Stream):
         return bool(self._decoder.getstate()[0])
 
 
-class ChoiceText:
+class ChoiceTextBuffer:
     """The text of one choice, released up to the last point that cannot begin a stop string.
 
     Args:
@@ -207,7 +207,8 @@ class AnswerStream:
         tokenizer = service.tokenizer
         self._requests = {request.id: request for request in requests}
         self._texts = {
-            request.id: ChoiceText(i, TokenDecoder(tokenizer, visible), stops) for i, request in enumerate(requests)
+            request.id: ChoiceTextBuffer(i, TokenDecoder(tokenizer, visible), stops)
+            for i, request in enumerate(requests)
         }
         self._open: set[str] = set()
         self._has_begun = False
@@ -228,7 +229,7 @@ class AnswerStream:
         """
         try:
             for request in self._requests.values():
-                self._service.submit(request, self._receive)
+                self._service.submit(request, self._forward_event)
                 self._open.add(request.id)
         except BaseException:
             self.close()
@@ -253,7 +254,7 @@ class AnswerStream:
         """Whether all requests of the response still wait for a slot."""
         return not self._has_begun and not self._open & set(self._service.status.slot_requests)
 
-    def _receive(self, event: Event) -> None:
+    def _forward_event(self, event: Event) -> None:
         """Pass an event to the event loop; called in the thread of the engine."""
         self._bridge.send(self._queue, event)
 
@@ -303,20 +304,20 @@ class AnswerStream:
                         yield update
                     if text.stop_string and not was_stopped:
                         self._service.cancel(event.request)
-                case ProgressEvent():
-                    yield Progress(text.choice, event.read_tokens, len(self._requests[event.request].prompt))
+                case PromptProgressEvent():
+                    yield PromptProgress(text.choice, event.read_tokens, len(self._requests[event.request].prompt))
                 case EndEvent():
                     yield from self._end(text, event)
 
-    def _end(self, text: ChoiceText, event: EndEvent) -> Iterable[Update]:
+    def _end(self, text: ChoiceTextBuffer, event: EndEvent) -> Iterable[Update]:
         self._open.discard(event.request)
         if update := text.finish():
             yield update
         if text.stop_string:
-            yield Finish(text.choice, "stop", text.stop_string, text.token_count, event.timing)
+            yield ChoiceFinish(text.choice, "stop", text.stop_string, text.token_count, event.timing)
         elif event.reason in ("stop", "length"):
             count = max(text.token_count, event.timing.new_tokens)
-            yield Finish(text.choice, event.reason, "", count, event.timing)
+            yield ChoiceFinish(text.choice, event.reason, "", count, event.timing)
         elif event.reason == "cancelled":
             raise ApiError(503, "the server has ended this request", retry_seconds=1)
         else:
@@ -331,7 +332,7 @@ class AnswerStream:
             raise ApiError(503, f"no slot was free for {self._options.queue_seconds:.0f} s", retry_seconds=10)
 
 
-CompleteText = tuple[str, tuple[TokenEvent, ...], Finish]
+CompleteText = tuple[str, tuple[TokenEvent, ...], ChoiceFinish]
 """Text, tokens and end of a complete choice."""
 
 
@@ -343,12 +344,12 @@ async def read_complete_texts(stream: AnswerStream, count: int) -> list[Complete
     """
     texts: list[list[str]] = [[] for _ in range(count)]
     tokens: list[list[TokenEvent]] = [[] for _ in range(count)]
-    ends: dict[int, Finish] = {}
+    ends: dict[int, ChoiceFinish] = {}
     async for updates in stream.read_updates():
         for update in updates:
             if isinstance(update, TextUpdate):
                 texts[update.choice].append(update.text)
                 tokens[update.choice].extend(update.tokens)
-            elif isinstance(update, Finish):
+            elif isinstance(update, ChoiceFinish):
                 ends[update.choice] = update
     return [("".join(texts[i]), tuple(tokens[i]), ends[i]) for i in range(count)]

@@ -11,7 +11,7 @@ from typing import Any
 from ..graph.dtypes import DType
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.collectives import find_collective_number
+from ..ops.collectives import find_collective_sequence_number
 from ..scheduler.costs.timeline import COMPUTE, InstructionCost, TimelineEntry
 from ..scheduler.ir.execution_plan import Plan
 from ..scheduler.lowering.device_plan import Lane, find_first_devices_with_same_program
@@ -135,7 +135,7 @@ class PlanData:
         """
         kernels: list[list[int]] = [[] for _ in device_plan.program.instructions]
         together = [0] * len(kernels)
-        for called in device_plan.calls or ():
+        for called in device_plan.predicted_kernel_calls or ():
             number = self.kernels((called.kernel, called.source.file_and_line, called.source.text))
             for at in called.instruction_numbers:
                 kernels[at] += [number] if number not in kernels[at] else []
@@ -187,7 +187,7 @@ class PlanData:
         collectives: dict[int, dict[int, int]] = defaultdict(dict)
         for d, device_plan in enumerate(self.plan.lanes):
             for at, i in enumerate(device_plan.program.instructions):
-                if (number := find_collective_number(i.op, i.attrs)) is not None:
+                if (number := find_collective_sequence_number(i.op, i.attrs)) is not None:
                     collectives[number][d] = at
 
         def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:

@@ -21,14 +21,14 @@ from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..capabilities import KernelCall
 from ..numpy.backend import NumpyBackend
-from .compilation.compiler import KERNEL_FUNCTION, compute_source_digest
-from .execution.binding_cache import load_cached_replay
+from .compilation.compiler import KERNEL_FUNCTION, compute_kernel_code_digest
+from .execution.binding_cache import load_or_bind_cached_replay
 from .execution.replay import Replay
 from .execution.thread_pool import ThreadPool
 from .kernels.packed.format_table import FORMATS, GROUP_ROWS
-from .kernels.packed.weight_packing import PACK_ARGS, UNPACK_ARGS, make_pack_kernel, make_unpack_kernel
+from .kernels.packed.weight_packing import PACK_ARGS, UNPACK_ARGS, make_pack_weights_kernel, make_unpack_rows_kernel
 from .simd.vectors import LANES
-from .tuning.prefetch_tuning import tune_for_program
+from .tuning.prefetch_tuning import tune_program_prefetch
 
 QUANTISED_ACTIVATION_OPS = frozenset(("mul_mat", "mul_mat_id"))
 """Ops that quantise activations to 8 bits, in blocks of 16, if the weight is packed."""
@@ -124,7 +124,7 @@ class CpuBackend(NumpyBackend):
         *leading, rows, columns = declared.shape
         step = columns // declared.dtype.block * declared.dtype.block_bytes
         source = np.ascontiguousarray(data).reshape(int(np.prod(leading)), rows, step)
-        kernel = KERNEL_FUNCTION(make_pack_kernel(FORMATS[declared.dtype]).address)
+        kernel = KERNEL_FUNCTION(make_pack_weights_kernel(FORMATS[declared.dtype]).address)
         for i, matrix in enumerate(source):
             target = buffer.ctypes.data + i * stored.shape[-2] * step
             block = PACK_ARGS(source=matrix.ctypes.data, stride=step, target=target, rows=rows, columns=columns)
@@ -140,7 +140,7 @@ class CpuBackend(NumpyBackend):
 
     def compute_packing_id(self) -> str:
         """Return an identifier of the layout of packed weights, which changes with kernel sources and compilers."""
-        return compute_source_digest().hex()
+        return compute_kernel_code_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         copies: dict[Tensor, Array] = {}
@@ -174,12 +174,12 @@ class CpuBackend(NumpyBackend):
 
         if self._thread_pool is None:
             self._thread_pool = ThreadPool(self.threads)
-        if (replay := load_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
+        if (replay := load_or_bind_cached_replay(program, buffers, on, self._thread_pool, comm)) is not None:
             return replay
 
         from .execution.program_binding import bind_program  # imports all kernels
 
-        tune_for_program(program, buffers)
+        tune_program_prefetch(program, buffers)
         return bind_program(program, buffers, on, self._thread_pool, comm, in_python)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
@@ -206,7 +206,7 @@ def _dequantise_view(program: Program, buffers: Sequence[Any], tensor: Tensor) -
     padded = -(-rows // GROUP_ROWS) * GROUP_ROWS
     whole, ids = np.empty((count, rows, columns), np.float32), np.arange(rows, dtype=np.int32)
     scratch = np.empty(1024, np.uint8)
-    kernel = KERNEL_FUNCTION(make_unpack_kernel(FORMATS[spec.dtype]).address)
+    kernel = KERNEL_FUNCTION(make_unpack_rows_kernel(FORMATS[spec.dtype]).address)
     for i in range(count):
         source = buffers[tensor.buffer].ctypes.data + i * padded * step
         words = UNPACK_ARGS(

@@ -99,7 +99,7 @@ def _find_host_cpu() -> HostCpu:
 
     To load LLVM takes 40 MB of memory.
     """
-    return HostCpu(**json.loads(load_or_make(_find_host_cpu_file(), _describe_host_cpu)))
+    return HostCpu(**json.loads(load_or_make(_find_host_cpu_cache_file(), _describe_host_cpu)))
 
 
 def _describe_host_cpu() -> bytes:
@@ -109,7 +109,7 @@ def _describe_host_cpu() -> bytes:
     return json.dumps(host._asdict()).encode()
 
 
-def _find_host_cpu_file() -> Path | None:
+def _find_host_cpu_cache_file() -> Path | None:
     """Return the cache file for LLVM's description of the host processor; None without ``/proc/cpuinfo``."""
     try:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
@@ -128,7 +128,7 @@ def list_runnable_targets() -> tuple[Target, ...]:
     return (mine, *others)
 
 
-def is_native() -> bool:
+def is_native_target() -> bool:
     """Return whether the compile target has the architecture of this machine."""
     return find_compile_target().triple.partition("-")[0] == _find_host_cpu().triple.partition("-")[0]
 
@@ -139,17 +139,17 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
 
 
 @cache
-def find_tile_support() -> str | None:
+def find_amx_support() -> str | None:
     """Return the support for AMX tiles: `AMX` instructions, `EMULATED` (plain vector code), or None."""
     if asked := os.environ.get("HOCKET_AMX"):
         if asked != EMULATED:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
         return EMULATED
     there = all(find_target_features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
-    return AMX if there and is_native() and _request_tile_permission() else None
+    return AMX if there and is_native_target() and _request_amx_permission() else None
 
 
-def _request_tile_permission() -> bool:
+def _request_amx_permission() -> bool:
     """Request permission for AMX tile registers from Linux, and return whether Linux gave it.
 
     Linux saves the tile registers only for processes that ask.

@@ -30,8 +30,8 @@ from ..fusion.overlap import find_overlapped_instructions
 from ..host.bindings import HostInstruction
 from ..host.collectives import KERNELS as HOST_COLLECTIVES
 from .binding.launch_builder import LaunchBuilder
-from .binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec
-from .collectives.hang_watchdog import DeviceLostError, Memberships
+from .binding.weight_packing import PLANE_LAYOUTS, pack_weight, pad_packed_spec_rows
+from .collectives.hang_watchdog import DeviceLostError, LibraryMemberships
 from .collectives.program_collectives import ProgramCollectives
 from .collectives.transport import choose_transport
 from .device.device_limits import LARGEST_LIMITS, Limits
@@ -39,8 +39,8 @@ from .device.driver import CollectiveOverlap, Driver, DriverStep, Launch, Launch
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import dequantise_weight
-from .program_binding import CollectiveStep, bind_program, list_fused_groups, list_kernel_calls
-from .trial_binding import UnboundOperand, trial_bind
+from .program_binding import CollectiveStep, bind_program, list_kernel_calls, list_launch_groups
+from .trial_binding import UnboundOperand, compute_scratch_bytes_at_placeholders
 
 HALF_TYPES = (DType.F16, DType.BF16)
 MATMUL_OPS = frozenset(("mul_mat", "mul_mat_id"))
@@ -58,7 +58,7 @@ def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
     """Infer the spec in device memory from a declared spec. An exact backend stores weights as float32."""
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:
-        return pad_packed_spec(spec)
+        return pad_packed_spec_rows(spec)
     if spec.dtype.is_integer or (spec.dtype in HALF_TYPES and (matrix or (kind == "state" and len(spec.shape) == 2))):
         return spec
     return Spec(spec.shape, DType.F32)
@@ -85,7 +85,7 @@ class DriverBackend:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.name = driver.kind
-        self._memberships = Memberships()
+        self._memberships = LibraryMemberships()
         self._limits: frozenset[Limits] = frozenset()
 
     def with_threads(self, threads: int) -> Self:
@@ -106,7 +106,7 @@ class DriverBackend:
         if node.op in COLLECTIVES:
             return Support(True)
         try:
-            self._trial_bind(node, self.driver.limits(on))
+            self._compute_scratch_bytes(node, self.driver.limits(on))
         except NoKernelError as why:
             return Support(False, str(why))
         return Support(True)
@@ -120,25 +120,25 @@ class DriverBackend:
         sizes = []
         for limits in self._limits:
             with suppress(NoKernelError):  # the node may run on other devices
-                sizes.append(self._trial_bind(node, limits))
-        return max(sizes) if sizes else self._trial_bind(node, LARGEST_LIMITS)
+                sizes.append(self._compute_scratch_bytes(node, limits))
+        return max(sizes) if sizes else self._compute_scratch_bytes(node, LARGEST_LIMITS)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         if node.op in COLLECTIVES:
             return True
         try:
-            self._trial_bind(node, LARGEST_LIMITS, operand)
+            self._compute_scratch_bytes(node, LARGEST_LIMITS, operand)
         except NoKernelError:
             return False
         return True
 
-    def _trial_bind(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
+    def _compute_scratch_bytes(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
         """Compute the scratch bytes of a node at placeholder addresses; raise `NoKernelError` without a kernel."""
-        src, attrs = tuple(map(self._to_unbound, node.src)), tuple(node.attrs.items())
+        src, attrs = tuple(map(self._to_unbound_operand, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
-        return trial_bind(node.op, src, results, attrs, limits, strided_operand)
+        return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
 
-    def _to_unbound(self, value: Value | None) -> UnboundOperand | None:
+    def _to_unbound_operand(self, value: Value | None) -> UnboundOperand | None:
         """Convert a value of a graph to an operand without an address; `None` stays `None`."""
         if value is None:
             return None
@@ -156,12 +156,14 @@ class DriverBackend:
         if node.op in MATMUL_OPS and self.is_exact:
             return None
         if node.op in MATMUL_OPS:
-            return tiled.find_rounding_error(node.inputs[0].dtype, is_exact)
+            return tiled.find_activation_rounding_error(node.inputs[0].dtype, is_exact)
         if not is_exact:
             return 2.0**-8
         if node.op == "attention":
-            q, k, v = (known.spec for value in node.inputs[:3] if (known := self._to_unbound(value)) is not None)
-            return attention.find_rounding_error(q.shape, k, v)
+            q, k, v = (
+                known.spec for value in node.inputs[:3] if (known := self._to_unbound_operand(value)) is not None
+            )
+            return attention.find_attention_rounding_error(q.shape, k, v)
         return None
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
@@ -193,12 +195,12 @@ class DriverBackend:
         return [*list_kernel_calls(program, self.driver.limits(on))]
 
     def list_fused_groups(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
-        return list_fused_groups(program, self.driver.limits(on))
+        return list_launch_groups(program, self.driver.limits(on))
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         """Return whether launches can run during collectives of these devices: not if these go through the host."""
         return self.driver.can_overlap_collectives and (
-            len(devices) == 1 or choose_transport(devices, self.driver).launches_collectives
+            len(devices) == 1 or choose_transport(devices, self.driver).has_device_collectives
         )
 
     def describe_transport(self, devices: Sequence[Device]) -> str:
@@ -221,7 +223,7 @@ class RecordedProgram:
         on: Device,
         comm: Comm,
         driver: Driver,
-        memberships: Memberships,
+        memberships: LibraryMemberships,
     ) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._buffers, self._comm = buffers, comm
@@ -253,10 +255,10 @@ class RecordedProgram:
         if self._collectives.is_ready:
             self._record_launches()
         else:
-            self._collectives.prepare()
+            self._collectives.prepare_exchange()
 
     def _exchange_addresses(self) -> None:
-        self._collectives.exchange_addresses(
+        self._collectives.exchange_addresses_and_record(
             [part.bound_instruction for part in self._parts if isinstance(part, CollectiveStep)], self._record_launches
         )
 
@@ -264,7 +266,7 @@ class RecordedProgram:
         """Record all launches of the program; launches between two collectives in host memory are one unit."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
-        self._collectives.begin(self._builder)
+        self._collectives.add_run_begin_launches(self._builder)
         self._pending_steps += self._builder.take_launches()
         overlapped: dict[int, list[SingleStep]] = defaultdict(list)
         for part in self._parts:
@@ -280,7 +282,7 @@ class RecordedProgram:
     def _add_collective(self, collective: CollectiveStep, overlapped: Sequence[SingleStep]) -> None:
         """Add a collective and the launches that overlap with it to the pending steps, or bind it in host memory."""
         self._builder.number = collective.number
-        if not self._collectives.launch(self._builder, collective.bound_instruction):
+        if not self._collectives.add_collective(self._builder, collective.bound_instruction):
             self._record_pending_steps()
             self._calls += [(collective.number, call) for call in self._bind_host_collective(collective.instruction)]
         launches = self._builder.take_launches()
@@ -289,30 +291,30 @@ class RecordedProgram:
         )
 
     def __call__(self) -> None:
-        self._run_and_read(self._read_fault)
+        self._run_and_read_outputs(self._read_fault)
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a runner that reads the outputs and the fault record together, so that the host waits once."""
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
-        return lambda: self._run_and_read(read)[1:]
+        return lambda: self._run_and_read_outputs(read)[1:]
 
-    def _run_and_read(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
+    def _run_and_read_outputs(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
         """Run the program once and return the arrays of `read`: the fault record, then outputs. Raises `StepError`."""
         try:
-            self._collectives.check()
-            self._collectives.count_run()
+            self._collectives.require_live_group()
+            self._collectives.increment_run_number()
             if not self._collectives.is_ready and self.program.instructions:
                 run_calls(self.program, self.on, [(0, self._exchange_addresses)])
             elif not self._collectives.is_ready:  # other devices still need the addresses of this one
                 self._exchange_addresses()
             run_calls(self.program, self.on, map(self._wrap_call, self._calls))
-            if self._calls and self._collectives.may_hang:
-                self._collectives.wait()
+            if self._calls and self._collectives.can_hang:
+                self._collectives.wait_for_stream()
         except DeviceLostError as error:
             raise self._make_device_lost_error(error) from error
         except StepError as error:
-            self._clear_fault()
+            self._clear_fault_record()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: the number of finished launches is unknown
             if isinstance(why, DeviceLostError):
@@ -321,7 +323,7 @@ class RecordedProgram:
                 raise
             node, finished = (
                 self.program.instructions[why.number].node,
-                self._dataflow.find_finished_instructions(why.number),
+                self._dataflow.find_instructions_finished_before(why.number),
             )
             raise StepError(node, str(self.on), finished, str(why)) from why
         arrays = read()
@@ -335,7 +337,7 @@ class RecordedProgram:
     def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
         """Make the error of a run that waited for a lost device; all instructions count as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
-        self._clear_fault()
+        self._clear_fault_record()
         (node,) = (
             p.instruction.node for p in self._parts if isinstance(p, CollectiveStep) and p.sequence == why.sequence
         )
@@ -374,14 +376,14 @@ class RecordedProgram:
 
         return number, partial(time_steps, self._recorded_steps[run]) if run in self._recorded_steps else time_call
 
-    def _clear_fault(self) -> None:
+    def _clear_fault_record(self) -> None:
         """Clear the fault record after all launches have run."""
         self._read_fault()
         self.driver.view(self._fault_buffer, FAULT_RECORD)[...] = np.zeros(FAULT_RECORD.shape, np.int64)
 
     def _take_fault(self, fault_record: Array) -> tuple[int, str]:
         """Return the instruction index and the message of the recorded fault, and clear the fault record."""
-        self._clear_fault()
+        self._clear_fault_record()
         which, value = fault_record.tolist()
         number, text = self._builder.faults[which - 1]
         return number, text.format(value=value)
@@ -434,7 +436,7 @@ class RecordedProgram:
         outgoing = [partial(np.copyto, h, d) for d, h in zip(src, there, strict=True) if h is not d and h is not None]
         incoming = [partial(d.__setitem__, ..., h) for d, h in zip(dst, here, strict=True) if h is not d]
         exchange = HOST_COLLECTIVES[i.op].bind(HostInstruction(there, here, i.attrs, scratch, self._comm))
-        return [self._collectives.wait, *outgoing, *exchange, *incoming]
+        return [self._collectives.wait_for_stream, *outgoing, *exchange, *incoming]
 
 
 def _format_step(step: SingleStep) -> str:

@@ -21,9 +21,9 @@ from .device import host_transfers
 from .device.batched_copies import batch_copies
 from .device.cubin_cache import load_or_compile_cubin
 from .device.dependent_launch import (
-    compute_early_flags,
+    compute_early_launch_flags,
+    find_attribute_launch_library,
     find_early_launch_library,
-    find_launch_library,
     launch_with_attributes,
 )
 from .device.device_limits import DEFAULT_SHARED_BYTES, Limits, find_limits
@@ -32,16 +32,16 @@ from .device.driver import (
     CollectiveOverlap,
     Communicator,
     DriverStep,
-    Exchange,
     KernelInstance,
     KernelSource,
     Launch,
     LaunchError,
+    LibraryExchange,
     SingleStep,
     flatten_steps,
-    has_device_parts,
+    has_parts_of_one_device,
 )
-from .device.host_transfers import DeviceArray, HostTransfers, convert_errors
+from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_errors
 from .device.nccl import load_nccl
 from .predicted_speeds import load_predicted_speeds
 
@@ -127,7 +127,7 @@ class CudaDriver:
 
     def read_device_properties(self, index: int) -> Mapping[str, Any]:
         """Read the properties of a device from the CUDA runtime."""
-        with convert_errors(self.cupy, f"{self.kind}:{index}", "say what it is"):
+        with convert_cuda_errors(self.cupy, f"{self.kind}:{index}", "say what it is"):
             properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
         return properties
 
@@ -201,7 +201,7 @@ class CudaDriver:
         kernel that waits for another part may block that part's launch, because streams share queues and some launches
         need an idle device.
         """
-        if has_device_parts(devices):
+        if has_parts_of_one_device(devices):
             return False
         cupy = self.cupy
         runtime, pairs = cupy.cuda.runtime, list(permutations((d.index for d in devices), 2))
@@ -217,26 +217,26 @@ class CudaDriver:
         return True
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        if has_device_parts(devices):
+        if has_parts_of_one_device(devices):
             return f"{self.library_name} joins no parts of one device"
         return load_nccl(self.cupy, _nccl, self.library_name)
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
         """Map the group's signal pad for devices and return its device address. The first device pins it for all."""
         runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
-        with convert_errors(self.cupy, f"{self.kind} devices", "share memory of the host"):
+        with convert_cuda_errors(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:
                 runtime.hostRegister(address, board.nbytes, PORTABLE_AND_MAPPED)
                 weakref.finalize(board, runtime.hostUnregister, address)
             return int(runtime.pointerGetAttributes(address).devicePointer)
 
     def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
-        with convert_errors(self.cupy, on, f"load {kernel}"), self.cupy.cuda.Device(on.index):
+        with convert_cuda_errors(self.cupy, on, f"load {kernel}"), self.cupy.cuda.Device(on.index):
             self._load_function(kernel, on.index)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         cupy = self.cupy
-        with convert_errors(cupy, on, "record launches"), cupy.cuda.Device(on.index):
+        with convert_cuda_errors(cupy, on, "record launches"), cupy.cuda.Device(on.index):
             replay = self._make_replay(steps, on)
 
         def run() -> None:
@@ -247,7 +247,7 @@ class CudaDriver:
                 raise LaunchError(steps[0].number, str(why)) from None
 
         return RecordedGraph(
-            run, tuple(step.communicator for step in flatten_steps(steps) if isinstance(step, Exchange))
+            run, tuple(step.communicator for step in flatten_steps(steps) if isinstance(step, LibraryExchange))
         )
 
     def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
@@ -257,12 +257,12 @@ class CudaDriver:
         """
         stream = self.stream(on)
         if len(steps) == 1 and isinstance(steps[0], Launch):
-            return self._make_call(steps[0], on, stream)
+            return self._make_step_call(steps[0], on, stream)
         cuda = self.cupy.cuda
         capturing, side = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True, priority=HIGH_PRIORITY)
         capability, release = int(self._capability(on.index)), cuda.runtime.driverGetVersion()
         may_be_early = self.begins_early and find_early_launch_library(capability, release) is not None
-        calls = [*self._make_calls(steps, on, capturing, side, may_be_early)]
+        calls = [*self._make_step_calls(steps, on, capturing, side, may_be_early)]
         with capturing:
             capturing.begin_capture()
             try:
@@ -274,7 +274,7 @@ class CudaDriver:
                 raise
             return partial(capturing.end_capture().launch, stream)
 
-    def _make_calls(
+    def _make_step_calls(
         self, steps: Sequence[DriverStep], on: Device, stream: Any, side: Any, may_be_early: bool
     ) -> Iterator[Callable[[], None]]:
         """Yield calls that put steps into a stream. Overlapped collectives go into the stream `side`.
@@ -284,29 +284,29 @@ class CudaDriver:
         each device arrives. The high priority lets the collective start before pending blocks of a large launch. No
         launch of such a collective begins early, because its blocks would occupy slots while they wait.
         """
-        for step, is_early in zip(steps, compute_early_flags(steps), strict=True):
+        for step, is_early in zip(steps, compute_early_launch_flags(steps), strict=True):
             if not isinstance(step, CollectiveOverlap):
-                yield self._make_call(step, on, stream, may_be_early and is_early)
+                yield self._make_step_call(step, on, stream, may_be_early and is_early)
                 continue
             fork, join = (self.cupy.cuda.Event(disable_timing=True) for _ in range(2))
             yield partial(fork.record, stream)
             yield partial(side.wait_event, fork)
-            yield from (self._make_call(single, on, side) for single in step.collective)
+            yield from (self._make_step_call(single, on, side) for single in step.collective)
             yield partial(join.record, side)
-            yield from self._make_calls(step.overlapped, on, stream, side, may_be_early)
+            yield from self._make_step_calls(step.overlapped, on, stream, side, may_be_early)
             yield partial(stream.wait_event, join)
 
     def stream(self, on: Device) -> Any:
         """Return the stream of a device's launches and copies."""
         return self._get_host_transfers(on).stream
 
-    def _make_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
+    def _make_step_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
         """Return a call that puts one step into a stream. The words of a launch are copied now."""
-        if isinstance(step, Exchange):
+        if isinstance(step, LibraryExchange):
             return partial(step.communicator.enqueue_transfers, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._load_function(step.kernel, on.index)
         self._allow_shared_bytes(function, launch.shared_bytes)
-        library = find_launch_library(launch, is_early)
+        library = find_attribute_launch_library(launch, is_early)
         words = np.array(launch.words, np.uint64)
         parameters = np.array([words.ctypes.data], np.uint64)
 
@@ -325,7 +325,7 @@ class CudaDriver:
         return call
 
     def _load_function(self, kernel: KernelInstance, index: int) -> Any:
-        module, lowered = _load_module(self, kernel.source, index)
+        module, lowered = _compile_and_load_module(self, kernel.source, index)
         return module.get_function(lowered[kernel.name])
 
     def _allow_shared_bytes(self, function: Any, shared_bytes: int) -> None:
@@ -348,7 +348,7 @@ class CudaDriver:
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs with events between them in the stream, and return the device seconds of each."""
         events, stream = self.cupy.cuda, self.stream(on)
-        with convert_errors(self.cupy, on, "time launches"), events.Device(on.index):
+        with convert_cuda_errors(self.cupy, on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
             marks[0].record(stream)
             for run, mark in zip(runs, marks[1:], strict=True):
@@ -358,7 +358,7 @@ class CudaDriver:
             return [events.get_elapsed_time(start, end) * 1e-3 for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
-        with convert_errors(self.cupy, on, "end what was launched"):
+        with convert_cuda_errors(self.cupy, on, "end what was launched"):
             self.stream(on).synchronize()
 
 
@@ -387,7 +387,7 @@ class RecordedGraph:
 
 
 @call_once
-def _load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[Any, Mapping[str, str]]:
+def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: int) -> tuple[Any, Mapping[str, str]]:
     """Compile a source and load it as a module on a device; return the module and the mangled kernel names."""
     cupy = driver.cupy
     with cupy.cuda.Device(index):

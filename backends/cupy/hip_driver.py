@@ -40,7 +40,7 @@ class HipDriver(CudaDriver):
 
     def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
         """Return a function that replays the steps one after the other: CuPy captures no graphs on AMD devices."""
-        calls = [self._make_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
+        calls = [self._make_step_call(step, on, self.stream(on)) for step in flatten_steps(steps)]
 
         def replay() -> None:
             for call in calls:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from ..kernel_tables import find_op_package_binding, merge_list_tables, merge_tables
+from ..kernel_tables import find_op_package_binding, merge_disjoint_tables, merge_list_tables
 from .binding.fused_binding import FusionBinder
 from .binding.launch_builder import OpBinder
 from .device.driver import KernelSource
@@ -55,7 +55,9 @@ It also defines ``BINDINGS``, a binder for each op, or ``FUSED``, fusion binders
 """
 
 
-BINDINGS: Mapping[str, OpBinder] = merge_tables(*(getattr(family, "BINDINGS", {}) for family in KERNEL_FAMILIES))
+BINDINGS: Mapping[str, OpBinder] = merge_disjoint_tables(
+    *(getattr(family, "BINDINGS", {}) for family in KERNEL_FAMILIES)
+)
 
 
 def find_binding(op: str) -> OpBinder | None:

@@ -63,7 +63,7 @@ def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int]
     """Bind all fusions of a program, group their instructions in the dataflow, and return the launches by group."""
     chains: dict[Sequence[int], list[SingleStep]] = {}
     for number in range(len(flow.reader_table.program.instructions)):
-        if flow.is_ungrouped(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
+        if flow.can_join_fusion(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
             chains[tuple(sorted(numbers))], launches.items = launches.items, []
     return chains
 
@@ -84,7 +84,7 @@ def _bind_instruction(
     return bound
 
 
-def bind_at_placeholders(
+def bind_program_at_placeholders(
     program: Program, limits: Limits, processors: int = 1
 ) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
     """Bind a program to operands at placeholder addresses, without device memory.
@@ -97,7 +97,7 @@ def bind_at_placeholders(
     Returns:
         The dataflow, and the launches and collectives in execution order.
     """
-    operand = _make_placeholder_operands(program)
+    operand = _make_placeholder_operand_factory(program)
     flow, launches = Dataflow(program, build_reader_table(program, operand)), _make_dry_run_builder(limits, processors)
     return flow, list(bind_program(flow, launches, operand))
 
@@ -107,24 +107,24 @@ def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
 
     The list has no kernels of collectives, because their transport is unknown before the program is loaded.
     """
-    flow, parts = bind_at_placeholders(program, limits)
+    flow, parts = bind_program_at_placeholders(program, limits)
     together = flow.groups_by_instruction()
     for part in parts:
         if isinstance(part, Launch):
-            yield KernelCall(part.kernel.name, _find_kernel_source(part.kernel), together[part.number])
+            yield KernelCall(part.kernel.name, _find_kernel_definition(part.kernel), together[part.number])
 
 
-def list_fused_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
+def list_launch_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
     """List the launch groups of a program in execution order, as tuples of instruction indices.
 
     A group is the instructions of a fusion, or a single instruction. The program is bound to placeholder addresses.
     """
-    flow = Dataflow(program, build_reader_table(program, _make_placeholder_operands(program)))
+    flow = Dataflow(program, build_reader_table(program, _make_placeholder_operand_factory(program)))
     _bind_fusions(flow, _make_dry_run_builder(limits))
     return [*flow.list_groups()]
 
 
-def _make_placeholder_operands(program: Program) -> Callable[[Tensor], Operand]:
+def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Operand]:
     """Return a function that makes the operand of a tensor at a placeholder address, different for each buffer."""
 
     @cache
@@ -140,7 +140,7 @@ def _make_dry_run_builder(limits: Limits, processors: int = 1) -> DryRunBuilder:
 
 
 @cache
-def _find_kernel_source(kernel: KernelInstance) -> SourceLocation:
+def _find_kernel_definition(kernel: KernelInstance) -> SourceLocation:
     """Find the C++ definition of a kernel in its own file or in a shared header; return its location and text."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):

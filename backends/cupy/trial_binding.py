@@ -45,7 +45,7 @@ def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def trial_bind(
+def compute_scratch_bytes_at_placeholders(
     op: str,
     src: tuple[UnboundOperand | None, ...],
     results: tuple[Spec, ...],

@@ -69,7 +69,7 @@ class Dataflow:
         require_supported(self.is_operand_of(number, readers[0], index), "another operand is read")
         return readers[0]
 
-    def require_full_reader(self, number: int, op: str) -> int:
+    def require_whole_result_reader(self, number: int, op: str) -> int:
         """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
 
         Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
@@ -139,17 +139,17 @@ class Dataflow:
         """Return the group of each instruction, by instruction number."""
         return {number: group for group in self.list_groups() for number in group}
 
-    def is_ungrouped(self, number: int) -> bool:
+    def can_join_fusion(self, number: int) -> bool:
         """Return whether an instruction may join a fusion: it may move, and it is in no fused group yet."""
         return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
         """Return whether these instructions can run as one group, after other instructions moved before or after it."""
-        return self._split_around(numbers) is not None
+        return self._partition_around_group(numbers) is not None
 
     def group_instructions(self, numbers: Sequence[int]) -> None:
         """Make one group of these instructions, for which `can_group` must hold."""
-        parted = self._split_around(numbers)
+        parted = self._partition_around_group(numbers)
         assert parted is not None
         self._accesses |= self._find_external_accesses(numbers)
         first, last = (extreme(self._position_by_instruction[n] for n in numbers) for extreme in (min, max))
@@ -160,13 +160,15 @@ class Dataflow:
             for number in group:
                 self._position_by_instruction[number] = place
 
-    def _split_around(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+    def _partition_around_group(
+        self, numbers: Sequence[int]
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
         """Partition the other groups between the members of a new group into groups before it and groups after it.
 
         A group goes after the new group if it must not pass a member, or must not pass a group that goes after. Returns
         None if a group would have to be on both sides, or if a member cannot move.
         """
-        if not all(map(self.is_ungrouped, numbers)):
+        if not all(map(self.can_join_fusion, numbers)):
             return None
         touched = {**self._accesses, **self._find_external_accesses(numbers)}
         places = [self._position_by_instruction[n] for n in numbers]
@@ -187,7 +189,7 @@ class Dataflow:
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
         """Return whether the order of `group` and one of `groups` matters, so that `group` must not pass it."""
-        return any(self._has_conflict(one, other, touched) for some in groups for one in some for other in group)
+        return any(self._has_order_conflict(one, other, touched) for some in groups for one in some for other in group)
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
         """Return the accesses of each of these instructions, except to results that only these instructions read."""
@@ -207,7 +209,7 @@ class Dataflow:
         read, written = self.reader_table.accessed_regions(number)
         return read, [*written, *self._scratch_regions[number]]
 
-    def _has_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
+    def _has_order_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
         """Return whether the order of two instructions matters.
 
         The order matters if one instruction writes bytes that the other accesses, or if one instruction is fixed.
@@ -219,7 +221,7 @@ class Dataflow:
         )
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
-    def find_finished_instructions(self, number: int) -> int | frozenset[int]:
+    def find_instructions_finished_before(self, number: int) -> int | frozenset[int]:
         """Return the instructions that have finished before instruction `number`, for a failure of that instruction.
 
         The result has the form of `StepError.finished_instructions`: a count if they are the first instructions of the

@@ -109,7 +109,7 @@ class Operand:
         return replace(self, address=self.address + skipped, tensor=tensor)
 
     @property
-    def has_even_rows(self) -> bool:
+    def has_uniform_row_stride(self) -> bool:
         """Whether all rows are dense and have one constant row stride."""
         return self._find_row_stride_bytes() is not None
 
@@ -179,10 +179,17 @@ class BoundInstruction:
         """Return the float32 bits of a numeric attribute, as an argument word of a kernel."""
         value = self.attrs[name]
         assert isinstance(value, int | float)
-        return float_bits(value)
+        return float32_bits(value)
 
 
-def float_bits(value: float) -> int:
+def compute_broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
+    """Return the strides in elements of `operand` broadcast to `shape`: 0 where it is repeated."""
+    missing = len(shape) - len(operand.shape)
+    own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
+    return [0] * missing + own
+
+
+def float32_bits(value: float) -> int:
     """Return the bits of `value` as float32, as an argument word that kernels read by `load_argument_float`."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 

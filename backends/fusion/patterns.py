@@ -209,7 +209,7 @@ def match_saved_state_update(flow: Dataflow, save: int, op: str) -> SavedStateUp
     return SavedStateUpdate(save, writers[0])
 
 
-class ConvolutionPattern(NamedTuple):
+class ShortConvolutionPattern(NamedTuple):
     """The instruction numbers of the short convolution before a delta rule.
 
     The pattern joins old and new rows, convolves and activates them, and normalises two slices of the columns.
@@ -224,7 +224,7 @@ class ConvolutionPattern(NamedTuple):
     save: int | None
 
 
-def match_short_convolution(flow: Dataflow, join: int) -> ConvolutionPattern:
+def match_short_convolution(flow: Dataflow, join: int) -> ShortConvolutionPattern:
     """Match a short convolution that begins with the concatenation `join`.
 
     Other instructions may read the activation.
@@ -239,6 +239,6 @@ def match_short_convolution(flow: Dataflow, join: int) -> ConvolutionPattern:
     norms = [n for n in flow.require_readers(active) if flow.bound_instruction(n).op == "l2_norm"]
     require_supported(len(norms) == 2, "not two parts are normed")
     first, last = sorted(norms, key=lambda n: flow.bound_instruction(n).operand(0).address)
-    return ConvolutionPattern(
+    return ShortConvolutionPattern(
         join, mix, active, (first, last), keep, flow.find_state_save(flow.bound_instruction(join).operand(0), keep)
     )

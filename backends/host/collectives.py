@@ -27,7 +27,7 @@ def bind_all_gather(call: HostInstruction) -> Calls:
             call.comm.all_gather,
             call.operand(0),
             call.out,
-            compute_gather_indices(call.attrs),
+            compute_all_gather_indices(call.attrs),
             _read_sequence_number(call),
         )
     ]
@@ -39,7 +39,7 @@ def bind_reduce_scatter(call: HostInstruction) -> Calls:
             call.comm.reduce_scatter,
             call.operand(0),
             call.out,
-            compute_scatter_indices(call.attrs),
+            compute_reduce_scatter_indices(call.attrs),
             _read_sequence_number(call),
         )
     ]
@@ -51,56 +51,59 @@ def bind_all_to_all(call: HostInstruction) -> Calls:
             call.comm.all_gather,
             call.operand(0),
             call.out,
-            compute_exchange_indices(call.attrs),
+            compute_all_to_all_indices(call.attrs),
             _read_sequence_number(call),
         )
     ]
 
 
-def compute_gather_indices(attrs: Attrs) -> list[Pairs]:
+def compute_all_gather_indices(attrs: Attrs) -> list[Pairs]:
     """Return pairs for an all-gather by device: (index into the result, index into the source of the device)."""
     axis = as_integer(attrs["axis"])
     return [
-        [(_make_index({axis: (offset, n)}), _make_index({axis: (start, n)})) for start, offset, n in _locate_runs(runs)]
+        [
+            (_make_axis_slices({axis: (offset, n)}), _make_axis_slices({axis: (start, n)}))
+            for start, offset, n in _locate_index_ranges(runs)
+        ]
         for runs in as_index_ranges(attrs["runs"])
     ]
 
 
-def compute_scatter_indices(attrs: Attrs) -> Pairs:
+def compute_reduce_scatter_indices(attrs: Attrs) -> Pairs:
     """Return pairs for a reduce-scatter: (index into the result, index into the source of any device)."""
     axis = as_integer(attrs["axis"])
     return [
-        (_make_index({axis: (start, n)}), _make_index({axis: (offset, n)}))
-        for start, offset, n in _locate_runs(own_index_ranges(attrs))
+        (_make_axis_slices({axis: (start, n)}), _make_axis_slices({axis: (offset, n)}))
+        for start, offset, n in _locate_index_ranges(own_index_ranges(attrs))
     ]
 
 
-def compute_exchange_indices(attrs: Attrs) -> list[Pairs]:
+def compute_all_to_all_indices(attrs: Attrs) -> list[Pairs]:
     """Return pairs for an all-to-all by device: (index into the own new shard, index into the old shard of device)."""
-    return [list(_list_exchange_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
+    return [list(_list_all_to_all_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
 
 
-def _list_exchange_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
+def _list_all_to_all_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
     """Yield the pairs of an all-to-all for one device with the old index ranges `theirs`.
 
     A pair is (index into the own new shard, index into the old shard of that device).
     """
     old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
-    for start, offset, n in _locate_runs(own_index_ranges(attrs)):
-        for their_start, their_offset, their_n in _locate_runs(theirs):
+    for start, offset, n in _locate_index_ranges(own_index_ranges(attrs)):
+        for their_start, their_offset, their_n in _locate_index_ranges(theirs):
             if old != new:
                 yield (
-                    _make_index({old: (their_offset, their_n), new: (start, n)}),
-                    _make_index({old: (their_start, their_n), new: (offset, n)}),
+                    _make_axis_slices({old: (their_offset, their_n), new: (start, n)}),
+                    _make_axis_slices({old: (their_start, their_n), new: (offset, n)}),
                 )
             else:
                 low, high = max(offset, their_offset), min(offset + n, their_offset + their_n)
                 if low < high:
                     mine, other = start + low - offset, their_start + low - their_offset
-                    yield _make_index({new: (mine, high - low)}), _make_index({new: (other, high - low)})
+                    yield _make_axis_slices({new: (mine, high - low)}), _make_axis_slices({new: (other, high - low)})
 
 
-def _locate_runs(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
     """Yield the index ranges of a shard as (start in the shard, start in the whole axis, length)."""
     start = 0
     for offset, n in runs:
@@ -108,7 +111,7 @@ def _locate_runs(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, 
         start += n
 
 
-def _make_index(ranges: Mapping[int, tuple[int, int]]) -> Index:
+def _make_axis_slices(ranges: Mapping[int, tuple[int, int]]) -> Index:
     """Make a tuple of slices that selects (start, length) along some axes and all entries along the other axes."""
     index = [slice(None)] * (max(ranges) + 1)
     for axis, (start, n) in ranges.items():

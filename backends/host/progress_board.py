@@ -23,7 +23,7 @@ def view_run_numbers(signal_pad: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]
     return signal_pad[FIRST_MEMBER_WORD + RUN_NUMBER_WORD :: WORDS_PER_MEMBER]
 
 
-def reset_run_numbers(signal_pad: npt.NDArray[np.int64]) -> None:
+def equalise_run_numbers(signal_pad: npt.NDArray[np.int64]) -> None:
     """Set the run numbers of all members to the highest run number, and clear a signal pad that reports a failure.
 
     The caller ensures that no member waits.

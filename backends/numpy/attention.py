@@ -12,7 +12,7 @@ from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
 from .matmul import multiply_in_float64
-from .norms import softmax_calls
+from .norms import make_softmax_calls
 
 
 def bind_causal_mask(call: HostInstruction) -> Calls:
@@ -55,7 +55,7 @@ def bind_attention(call: HostInstruction) -> Calls:
         mask = mask[..., None, :, :]
     for i in np.ndindex(q.shape[:-3]):
         for h in range(heads):
-            masked = None if mask is None else _slice_mask(mask, (*q.shape[:-3], heads), (*i, h))
+            masked = None if mask is None else _select_mask_matrix(mask, (*q.shape[:-3], heads), (*i, h))
             key, value = k[i][:, h // shared], v[i][:, h // shared]
             calls.append(partial(multiply_in_float64, q[i][:, h], key, scores))
             calls += _bind_score_scaling(scores, call)
@@ -63,7 +63,7 @@ def bind_attention(call: HostInstruction) -> Calls:
                 calls += [partial(np.multiply, masked, slopes[h], out=bias), partial(np.add, scores, bias, out=scores)]
             elif masked is not None:
                 calls.append(partial(np.add, scores, masked, out=scores))
-            calls += softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
+            calls += make_softmax_calls(scores, top, total, None if sinks is None else sinks[h : h + 1])
             calls.append(partial(multiply_in_float64, scores, value.T, out[i][:, h]))
     return calls
 
@@ -77,7 +77,7 @@ def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
     return calls
 
 
-def _slice_mask(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
+def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
     """Select the mask matrix of one leading index and head; leading axes of the mask repeat.
 
     `leading` is the shape of the leading axes with the heads.

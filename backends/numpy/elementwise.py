@@ -17,12 +17,12 @@ from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_result_elements, without_scratch
 
 
-def count_elements_of_results(factor: int, node: Node) -> int:
+def count_result_elements_times(factor: int, node: Node) -> int:
     """Return `factor` times the number of elements of the first result of a node, as a scratch size."""
     return factor * node.specs[0].size
 
 
-def as_broadcast_views(tile: Array, *arrays: Array) -> list[Array]:
+def as_tiling_broadcast_views(tile: Array, *arrays: Array) -> list[Array]:
     """Return views of `tile` and of larger arrays that broadcast together, with `tile` repeated along each axis.
 
     An axis of size m and an axis of `tile` of size n become two axes, ``m // n`` and ``n``, unless n is 1 or m. All
@@ -39,7 +39,7 @@ def as_broadcast_views(tile: Array, *arrays: Array) -> list[Array]:
 
 
 def bind_binary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
-    b, a, out = as_broadcast_views(call.operand(1), call.operand(0), call.out)
+    b, a, out = as_tiling_broadcast_views(call.operand(1), call.operand(0), call.out)
     return [partial(ufunc, a, b, out=out)]
 
 
@@ -48,7 +48,7 @@ SIGN_BIT, MAGNITUDE_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 def bind_maximum(call: HostInstruction) -> Calls:
     """Bind the elementwise maximum with exact zeros: a result has a sign bit only if both operands have one."""
-    b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
+    b, a, out, both = (x.view(np.int32) for x in _take_min_max_views(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
         partial(np.bitwise_or, both, MAGNITUDE_BITS, out=both),
@@ -59,7 +59,7 @@ def bind_maximum(call: HostInstruction) -> Calls:
 
 def bind_minimum(call: HostInstruction) -> Calls:
     """Bind the elementwise minimum with exact zeros: a result has a sign bit if either operand has one."""
-    b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
+    b, a, out, either = (x.view(np.int32) for x in _take_min_max_views(call))
     return [
         partial(np.bitwise_or, a, b, out=either),
         partial(np.bitwise_and, either, SIGN_BIT, out=either),
@@ -68,12 +68,12 @@ def bind_minimum(call: HostInstruction) -> Calls:
     ]
 
 
-def _choice_operands(call: HostInstruction) -> list[Array]:
+def _take_min_max_views(call: HostInstruction) -> list[Array]:
     """Return the views of `b`, `a`, the result and scratch for the minimum or maximum of two operands.
 
     The views broadcast together, and `b` may repeat within `a`.
     """
-    return as_broadcast_views(call.operand(1), call.operand(0), call.out, call.take_scratch(*call.out.shape))
+    return as_tiling_broadcast_views(call.operand(1), call.operand(0), call.out, call.take_scratch(*call.out.shape))
 
 
 def bind_compare(call: HostInstruction) -> Calls:
@@ -86,8 +86,8 @@ def bind_where(call: HostInstruction) -> Calls:
     """Bind the elementwise selection: copy `b`, then copy `a` where the condition is not 0."""
     truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
     condition = np.empty(truth.shape, bool)
-    first, wide, chosen = as_broadcast_views(a, out, condition)
-    second, plain_out = as_broadcast_views(b, out)
+    first, wide, chosen = as_tiling_broadcast_views(a, out, condition)
+    second, plain_out = as_tiling_broadcast_views(b, out)
     return [
         partial(np.not_equal, truth, 0, out=condition),
         partial(np.copyto, plain_out, second),
@@ -99,7 +99,7 @@ def bind_unary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
     return [partial(ufunc, call.operand(0), out=call.out)]
 
 
-def sigmoid_calls(x: Array, out: Array) -> Calls:
+def make_sigmoid_calls(x: Array, out: Array) -> Calls:
     """Make the calls for the sigmoid ``1 / (1 + exp(-x))``.
 
     For very negative x, ``exp(-x)`` overflows to inf, and the result is the right 0.
@@ -113,19 +113,19 @@ def sigmoid_calls(x: Array, out: Array) -> Calls:
 
 
 def bind_sigmoid(call: HostInstruction) -> Calls:
-    return sigmoid_calls(call.operand(0), call.out)
+    return make_sigmoid_calls(call.operand(0), call.out)
 
 
 def bind_silu(call: HostInstruction) -> Calls:
     gate = call.take_scratch(*call.out.shape)
-    return [*sigmoid_calls(call.operand(0), gate), partial(np.multiply, call.operand(0), gate, out=call.out)]
+    return [*make_sigmoid_calls(call.operand(0), gate), partial(np.multiply, call.operand(0), gate, out=call.out)]
 
 
 def bind_swiglu(call: HostInstruction) -> Calls:
     gate, up = call.operand(0), call.operand(1)
     share = call.take_scratch(*call.out.shape)
     return [
-        *sigmoid_calls(gate, share),
+        *make_sigmoid_calls(gate, share),
         partial(np.multiply, gate, share, out=share),
         partial(np.multiply, share, up, out=call.out),
     ]
@@ -141,7 +141,7 @@ def bind_relu(call: HostInstruction) -> Calls:
     return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
 
-def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
+def make_gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
     """Make the calls for the tanh approximation of GELU, ``x / (1 + exp(-2 u))``, with scratch `inner`.
 
     ``u`` is ``sqrt(2 / pi) (x + 0.044715 x**3)``. `out` is written last, so it may be `x`.
@@ -159,7 +159,7 @@ def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
 
 
 def bind_gelu(call: HostInstruction) -> Calls:
-    return gelu_calls(call.operand(0), call.take_scratch(*call.out.shape), call.out)
+    return make_gelu_calls(call.operand(0), call.take_scratch(*call.out.shape), call.out)
 
 
 # P of ``erfc(a / sqrt(2)) / 2 = exp(-a^2 / 2) t P(t)``, t = 1 / (1 + a / 4), for a from 0 to 14; highest power first.
@@ -170,7 +170,7 @@ ERFC_COEFFICIENTS = (
 )
 
 
-def gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
+def make_gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
     """Make the calls for exact GELU: ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
 
     `out` is written last. The calls take scratch of three times the size of the result.
@@ -201,17 +201,17 @@ def gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
 
 
 def bind_gelu_erf(call: HostInstruction) -> Calls:
-    return gelu_erf_calls(call, call.out)
+    return make_gelu_erf_calls(call, call.out)
 
 
 def bind_geglu(call: HostInstruction) -> Calls:
     inner = call.take_scratch(*call.out.shape)
-    return [*gelu_calls(call.operand(0), inner, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
+    return [*make_gelu_calls(call.operand(0), inner, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
 
 
 def bind_geglu_erf(call: HostInstruction) -> Calls:
     inner = call.take_scratch(*call.out.shape)
-    return [*gelu_erf_calls(call, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
+    return [*make_gelu_erf_calls(call, inner), partial(np.multiply, inner, call.operand(1), out=call.out)]
 
 
 def bind_clamped_swiglu(shift: float, call: HostInstruction) -> Calls:
@@ -313,10 +313,10 @@ KERNELS: Mapping[str, Binding] = {
     "relu": without_scratch(bind_relu),
     "gelu": with_result_sized_scratch(bind_gelu),
     "geglu": with_result_sized_scratch(bind_geglu),
-    "gelu_erf": Binding(bind_gelu_erf, partial(count_elements_of_results, 3)),
-    "geglu_erf": Binding(bind_geglu_erf, partial(count_elements_of_results, 4)),
-    "swiglu_oai": Binding(partial(bind_clamped_swiglu, 1.0), partial(count_elements_of_results, 2)),
-    "swiglu_clamp": Binding(partial(bind_clamped_swiglu, 0.0), partial(count_elements_of_results, 2)),
+    "gelu_erf": Binding(bind_gelu_erf, partial(count_result_elements_times, 3)),
+    "geglu_erf": Binding(bind_geglu_erf, partial(count_result_elements_times, 4)),
+    "swiglu_oai": Binding(partial(bind_clamped_swiglu, 1.0), partial(count_result_elements_times, 2)),
+    "swiglu_clamp": Binding(partial(bind_clamped_swiglu, 0.0), partial(count_result_elements_times, 2)),
     "scale": without_scratch(bind_scale),
     "cast": without_scratch(bind_cast),
     "cont": without_scratch(bind_copy),

@@ -41,11 +41,11 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
     delta = call.take_scratch(*v.shape[:-3], *v.shape[-2:])
     outer = call.take_scratch(*keep.running_state.shape)
     step = _TokenBuffers(
-        _split_heads(keep.running_state, key_heads, tiled, trailing=2),
+        _split_head_axis(keep.running_state, key_heads, tiled, trailing=2),
         decay,
-        _split_heads(decay[..., None, :], key_heads, tiled, trailing=2),
-        _split_heads(delta, key_heads, tiled, trailing=1),
-        _split_heads(outer, key_heads, tiled, trailing=2),
+        _split_head_axis(decay[..., None, :], key_heads, tiled, trailing=2),
+        _split_head_axis(delta, key_heads, tiled, trailing=1),
+        _split_head_axis(outer, key_heads, tiled, trailing=2),
     )
     calls = keep.bind_initial_calls()
     for t in range(v.shape[-3]):
@@ -69,8 +69,8 @@ def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBu
     q, k, v, g, beta = (call.operand(i) for i in range(5))
     at = (..., t, slice(None), slice(None))
     key, query = (_expand_key_heads(x[at], tiled) for x in (k, q))
-    value, result = (_split_heads(x[at], q.shape[-2], tiled, trailing=1) for x in (v, call.out))
-    strength = _split_heads(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
+    value, result = (_split_head_axis(x[at], q.shape[-2], tiled, trailing=1) for x in (v, call.out))
+    strength = _split_head_axis(beta[..., t, :, None], q.shape[-2], tiled, trailing=1)
     s, delta, outer = step.running_state, step.delta, step.outer
     return [
         partial(np.exp, g[at], out=step.decay),
@@ -143,7 +143,7 @@ def _gather_states(pool: Array, slots: Array, out: Array) -> None:
     np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
-def _split_heads(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
+def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
     """Return a view of `x` with the head axis split by key head: [r, h] if tiled, [h, r] if interleaved.
 
     `trailing` is the number of axes after the head axis.
@@ -159,7 +159,7 @@ def _expand_key_heads(x: Array, tiled: bool) -> Array:
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
-def bind_float64_reference(op: Op[Any]) -> Binding:
+def make_float64_reference_binding(op: Op[Any]) -> Binding:
     """Make a binding that runs the reference function of an op in float64, for recurrences with sums that may cancel.
 
     The binding allocates, so it serves ops that take little time.
@@ -186,5 +186,5 @@ def _delta_scratch(node: Node) -> int:
 KERNELS: Mapping[str, Binding] = {
     "ssm_conv": Binding(bind_ssm_conv, count_result_elements),
     "gated_delta_net": Binding(bind_gated_delta_net, _delta_scratch),
-    **{op.name: bind_float64_reference(op) for op in (ssm_scan, rwkv_wkv6, rwkv_wkv7, gated_linear_attn)},
+    **{op.name: make_float64_reference_binding(op) for op in (ssm_scan, rwkv_wkv6, rwkv_wkv7, gated_linear_attn)},
 }

@@ -11,7 +11,7 @@ import numpy as np
 from ...graph.errors import BackendError
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction, without_scratch
-from .elementwise import as_broadcast_views
+from .elementwise import as_tiling_broadcast_views
 
 
 def bind_get_rows(call: HostInstruction) -> Calls:
@@ -66,7 +66,7 @@ def bind_concat(call: HostInstruction) -> Calls:
 
 
 def bind_repeat(call: HostInstruction) -> Calls:
-    tile, out = as_broadcast_views(call.operand(0), call.out)
+    tile, out = as_tiling_broadcast_views(call.operand(0), call.out)
     return [partial(np.copyto, out, tile)]
 
 

@@ -10,10 +10,10 @@ from ..capabilities import SourceLocation
 from ..host import collectives
 from ..host.bindings import Binding, make_reference_binding
 from ..kernel_sources import locate_source
-from ..kernel_tables import find_op_package_binding, merge_tables
+from ..kernel_tables import find_op_package_binding, merge_disjoint_tables
 from . import attention, elementwise, gated_delta_net, gather_scatter, matmul, norms, reductions, rope
 
-BUILTIN_KERNELS: Mapping[str, Binding] = merge_tables(
+BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
     elementwise.KERNELS,
     norms.KERNELS,
     reductions.KERNELS,

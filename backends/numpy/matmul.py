@@ -55,7 +55,7 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
         return [partial(np.copyto, out, np.float32(0))]  # sums of nothing
-    rows, first = _as_matrix(x)
+    rows, first = _flatten_to_matrix(x)
     used, shared = ids.shape[-1], x.shape[-2]
     block = min(EXPERT_BLOCK_ROWS, ids.size)
     gathered, products = call.take_scratch(block, x.shape[-1]), call.take_scratch(block, w.shape[1])
@@ -70,7 +70,7 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
     ]
 
 
-def _as_matrix(x: Array) -> tuple[Array, Calls]:
+def _flatten_to_matrix(x: Array) -> tuple[Array, Calls]:
     """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
 
     There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.

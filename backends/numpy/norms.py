@@ -11,7 +11,7 @@ from ...graph.node import Node
 from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
 from ..host.bindings import Binding, Calls, HostInstruction
-from .elementwise import as_broadcast_views
+from .elementwise import as_tiling_broadcast_views
 
 
 def _bind_square_sums(call: HostInstruction) -> tuple[Array, Calls]:
@@ -66,7 +66,7 @@ def bind_l2_norm(call: HostInstruction) -> Calls:
     return [*calls, *guard, partial(np.divide, call.operand(0), total, out=call.out)]
 
 
-def softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
+def make_softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
     """Make the calls for an in-place softmax over the last axis.
 
     A row of -inf gives zeros: its maximum is replaced by the lowest finite number.
@@ -103,15 +103,15 @@ def bind_softmax(call: HostInstruction) -> Calls:
     if mask is not None:
         heads = x.shape[-3]
         slopes = alibi_slopes(heads, call.number_attribute("max_bias")).astype(np.float32)
-        mask_view, target = as_broadcast_views(mask[..., None, :, :], out)
-        for part, slope in split_by_slope(target, slopes):
+        mask_view, target = as_tiling_broadcast_views(mask[..., None, :, :], out)
+        for part, slope in split_heads_by_slope(target, slopes):
             term = call.take_scratch(*mask_view.shape[:-3], 1, *mask_view.shape[-2:])
             calls += [partial(np.multiply, mask_view, slope, out=term), partial(np.add, part, term, out=part)]
     column = None if sinks is None else sinks[:, None, None]
-    return [*calls, *softmax_calls(out, top, total, column)]
+    return [*calls, *make_softmax_calls(out, top, total, column)]
 
 
-def split_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
+def split_heads_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
     """Split ``scores[..., heads, t, s]`` into views that have one ALiBi slope each, with their slopes."""
     if (slopes == slopes[:1]).all():
         return [(scores, slopes[0])] if len(slopes) else []

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...graph.node import Node
 from ...ops.declaration.attributes import float_attribute
-from ...ops.matrix.rope import compute_frequencies, pair_slices
+from ...ops.matrix.rope import compute_rope_frequencies, make_rotary_pair_slices
 from ..host.bindings import Binding, Calls, HostInstruction
 
 
@@ -18,12 +18,12 @@ def bind_rope(call: HostInstruction) -> Calls:
     n_dims = int(call.number_attribute("n_dims"))
     half = n_dims // 2
     factors = call.optional_operand(2)
-    inverse, magnitude = compute_frequencies(half, call.attrs)
+    inverse, magnitude = compute_rope_frequencies(half, call.attrs)
     angle = call.take_scratch(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
     cos, sin = call.take_scratch(*pos.shape, half), call.take_scratch(*pos.shape, half)
     a, b = call.take_scratch(*x.shape[:-1], half), call.take_scratch(*x.shape[:-1], half)
     offset = int(call.number_attribute("offset"))
-    low, high = pair_slices(n_dims, str(call.attrs["mode"]), offset)
+    low, high = make_rotary_pair_slices(n_dims, str(call.attrs["mode"]), offset)
     cos_of, sin_of = cos[..., None, :], sin[..., None, :]
     divided = inverse if factors is None else call.take_scratch(2 * half).view(np.float64)
     calls: Calls = [

@@ -9,7 +9,7 @@ import json
 import sys
 
 import hocket
-from hocket.frontends.commands.bench import BenchmarkTest, make_random_tokens, time_test
+from hocket.frontends.commands.bench import BenchmarkTest, make_random_tokens, measure_test_seconds
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
 
@@ -20,7 +20,7 @@ def main() -> None:
     tokens = make_random_tokens(session)
     print(json.dumps({"version": hocket.__version__}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(time_test(session, BenchmarkTest(**json.loads(line)), tokens)), flush=True)
+        print(json.dumps(measure_test_seconds(session, BenchmarkTest(**json.loads(line)), tokens)), flush=True)
 
 
 if __name__ == "__main__":

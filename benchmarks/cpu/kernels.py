@@ -19,7 +19,7 @@ from hocket import ops
 from hocket.backends.cpu.backend import HALF_DTYPES, CpuBackend
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.tuning.machine_limits import (
-    MemoryReadTest,
+    MemoryBandwidthTest,
     measure_bf16_tile_peak,
     measure_float32_peak,
     measure_int8_peak,
@@ -63,7 +63,7 @@ class MeasuredMachine:
     """
 
     def __init__(self, threads: int) -> None:
-        self.threads, self._reading = threads, MemoryReadTest(threads)
+        self.threads, self._reading = threads, MemoryBandwidthTest(threads)
         self._limit_samples: list[MachineLimits] = []
 
     def measure_limits(self) -> MachineLimits:

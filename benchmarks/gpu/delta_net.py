@@ -82,7 +82,7 @@ def make_problem(bench: BenchmarkDevice, shape: DeltaNetShape, batch: int, token
     beta = memory.make_repeated((*lead, shape.heads), rng.uniform(0.1, 1, (row_count, shape.heads)).astype("f4"))
     out = memory.make_zeros((*lead, shape.heads, shape.size))
     state = memory.make_repeated((batch, shape.heads, shape.size, shape.size), rng.uniform(-1, 1, 1 << 16).astype("f4"))
-    return DeltaNetProblem(shape, kernels.DeltaRule(q, k, v, g, beta, out, has_tiled_heads=True), state, memory)
+    return DeltaNetProblem(shape, kernels.DeltaRuleOperands(q, k, v, g, beta, out, has_tiled_heads=True), state, memory)
 
 
 def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> list[Launch]:
@@ -90,7 +90,7 @@ def bind_steps(bench: BenchmarkDevice, p: DeltaNetProblem, state: Operand) -> li
 
     def bind(to: LaunchBuilder) -> None:
         carried = bind_states(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
-        kernels.launch_token_steps(to, p.rule, carried.begin_fields, carried, carried.stored_snapshots)
+        kernels.launch_delta_rule_by_token(to, p.rule, carried.begin_fields, carried, carried.stored_snapshots)
 
     return bench.bind_launches(p.memory, bind)
 
@@ -111,7 +111,7 @@ def bind_chunks(
 
     def bind(to: LaunchBuilder) -> None:
         carried = bind_states(to, p.make_call(state), p.rule.sequences, p.rule.tokens)
-        kernels.launch_chunks(
+        kernels.launch_delta_rule_by_chunks(
             to, p.rule, carried, kernels.allocate_chunk_scratch(to, p.rule, p.rule.tokens, chunk), chunk, values
         )
 

@@ -76,7 +76,7 @@ def _time_delta_net(bench: BenchmarkDevice, named: dict[str, str]) -> Iterator[f
     if bench.tiny:  # the emulation is too slow for the sizes of llama.cpp
         keys, size, tokens, batch = 1, 64, min(tokens, 2), 1
     p = delta_net.make_problem(bench, delta_net.DeltaNetShape(keys, keys * repeat, size), batch, tokens)
-    by_chunks = delta_net.kernels.uses_chunks(p.rule, tokens)
+    by_chunks = delta_net.kernels.uses_chunk_kernels(p.rule, tokens)
     launches = delta_net.bind_chunks(bench, p, p.state, True) if by_chunks else delta_net.bind_steps(bench, p, p.state)
     yield bench.measure_launches([launches]).seconds * 1e6
 

@@ -65,7 +65,7 @@ def _measure_model(
     context = min(model.context_length, max(*prompts, new + deep) + 8)
     on = DeviceGroup((str(bench.on),))
     session = Session(model, on=on, context=context, batch=max(prompts))
-    nbytes = counting.count_weight_bytes(model)
+    nbytes = counting.count_weight_bytes_per_token(model)
     yield {"step": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
     tokens = counting.make_random_tokens(session)
     for depth in (0, deep) if deep else (0,):
@@ -99,8 +99,8 @@ def _measure_test(
         executor = session.executor(step)
         launches = [launch for group, _ in recorded for launch in group]
     backend.driver = plain
-    counting.time_test(session, test, tokens)
-    taken = median(counting.time_test(session, test, tokens) for _ in range(bench.select_size(3, 1)))
+    counting.measure_test_seconds(session, test, tokens)
+    taken = median(counting.measure_test_seconds(session, test, tokens) for _ in range(bench.select_size(3, 1)))
     yield {
         "step": test.name,
         "tok/s": test.tokens / taken,
@@ -108,7 +108,7 @@ def _measure_test(
     }
     seconds = {}
     for how, driver in _make_drivers(plain).items():
-        counting.prefill_depth(session, test, tokens)  # each driver starts from the same states
+        counting.reset_and_prefill_depth(session, test, tokens)  # each driver starts from the same states
         executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
         plain.synchronise(bench.on)  # streams of other drivers do not wait for its stream
         own = bench.with_driver(driver)

@@ -37,10 +37,10 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.predicted_speeds import SPEEDS_FILE
 from hocket.backends.cupy.time_model.launch_time import GPUS, MEMORY_LATENCY_SECONDS, estimate_launch_time
 from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
-from hocket.backends.cupy.trial_binding import trial_bind
+from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 from hocket.conformance.cases.case import parse_test_case
 from hocket.conformance.checks.case_graph import build_case_graph
-from hocket.conformance.reports.emulator_checks import collect_counters
+from hocket.conformance.reports.emulator_checks import collect_launch_counters
 from hocket.graph import DType
 from hocket.ops import op_of
 from hocket.scheduler.costs.device_catalogue import DATA_SHEETS
@@ -127,8 +127,9 @@ class KernelShape:
         with ExitStack() as stack:
             for module, name, value in self.selection_constants:
                 stack.enter_context(patch.object(module, name, value))
-            trial_bind.cache_clear()  # it remembers the scratch bytes of kernels that other constants chose
-            return list(zip(*(collect_counters([case], limits) for case in cases), strict=True))
+            # The cache has the scratch bytes of kernels that other constants chose.
+            compute_scratch_bytes_at_placeholders.cache_clear()
+            return list(zip(*(collect_launch_counters([case], limits) for case in cases), strict=True))
 
     def predict_launches(self, counted: Sequence[tuple[LaunchCounters, ...]], kind: str) -> LaunchPredictions:
         """Return the predicted time of each launch on a GPU kind."""

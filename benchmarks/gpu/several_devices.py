@@ -74,7 +74,7 @@ def make_transport_drivers(
     """Yield one driver for each transport that these devices can use."""
     for transport in transports:
         driver = TransportDriver(bench.driver.driver, transport)
-        if transport == TRANSPORTS[-1] or choose_transport(devices, driver).launches_collectives:
+        if transport == TRANSPORTS[-1] or choose_transport(devices, driver).has_device_collectives:
             yield driver
 
 

@@ -52,25 +52,25 @@ class Case:
         return REGISTRY[self.op]
 
     @cached_property
-    def point(self) -> str:
+    def sample_text(self) -> str:
         """The operands and attributes as text, in the format of the samples of an op, without layout and input kind."""
         parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 
     @cached_property
-    def text(self) -> str:
+    def text_without_seed(self) -> str:
         """The text of the case without its seed; ``str(case)`` adds the seed."""
         settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
         settings += [] if self.check == "reference" else [f"check={self.check}"]
-        return f"{self.op}({', '.join([self.point] * bool(self.point) + settings)})"
+        return f"{self.op}({', '.join([self.sample_text] * bool(self.sample_text) + settings)})"
 
     def __str__(self) -> str:
-        return self.text if not self.seed else f"{self.text[:-1]}, seed={self.seed})"
+        return self.text_without_seed if not self.seed else f"{self.text_without_seed[:-1]}, seed={self.seed})"
 
     @cached_property
     def random_seed(self) -> tuple[int, int]:
         """The seed of the random generator of this case: a CRC-32 of the text without the seed, and `seed`."""
-        return crc32(self.text.encode()), self.seed
+        return crc32(self.text_without_seed.encode()), self.seed
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -83,7 +83,7 @@ class Case:
         return self.op_declaration.normalise_attributes(dict(self.attrs))
 
     @property
-    def sizes(self) -> Mapping[str, int]:
+    def dimension_sizes(self) -> Mapping[str, int]:
         """The sizes of the dimensions by name, with integer attributes and derived sizes."""
         attrs, specs = self.attributes_with_defaults, self.specs
         operands = self.op_declaration.signature_for(attrs).operands
@@ -95,7 +95,7 @@ class Case:
         return any(0 in s.shape for _, s in self.operands)
 
     @property
-    def signed_zeros(self) -> bool:
+    def needs_signed_zeros(self) -> bool:
         """Whether zeros in a result need the right sign, and subnormal numbers may not be flushed to zero.
 
         The op declares this need. It does not hold for quantised operands, because a dequantised number is itself a
@@ -104,7 +104,7 @@ class Case:
         return self.op_declaration.signed_zeros and not self._is_quantised
 
     @property
-    def any_infinity(self) -> bool:
+    def can_exchange_nan_and_infinity(self) -> bool:
         """Whether NaN and infinities in a result may stand in place of each other.
 
         Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
@@ -114,7 +114,7 @@ class Case:
         return self.inputs == "special" and not self.op_declaration.signed_zeros and (self._is_quantised or is_chunked)
 
     @property
-    def nan_for_infinity(self) -> tuple[str, ...]:
+    def nan_for_infinity_operands(self) -> tuple[str, ...]:
         """The names of the operands in which an infinity may act as NaN, as the op declares.
 
         A product of two float32 operands has no such operand: backends multiply its factors as they are.
@@ -132,12 +132,12 @@ class Case:
         return any(s.dtype.is_quantised for _, s in self.operands)
 
     @property
-    def column(self) -> str:
+    def report_layout(self) -> str:
         """The layout under which reports count the case; ``zero-size`` for a case without elements."""
         return "zero-size" if self.is_empty else self.layout
 
     @property
-    def dtypes(self) -> str:
+    def dtype_names(self) -> str:
         """The distinct operand dtypes as text, such as ``q4_K/f32``; integer dtypes only if there are no others."""
         dtypes = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
         return "/".join(dtypes or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"

@@ -55,17 +55,17 @@ MAX_BASE_SAMPLES = 12
 """Maximum samples of an op from which further points are grown."""
 
 
-def grow_points(op: Op) -> tuple[Case, ...]:
+def grow_cases_from_samples(op: Op) -> tuple[Case, ...]:
     """Return the samples of `op` as cases, then at most `MAX_POINTS` distinct cases that are grown from the samples."""
     bases = [parse_case(text) for text in op.samples]
     samples = dict.fromkeys(make_case(op, point) for point in bases)
     grown: dict[Case, None] = {}
-    for point in _spread_out(bases, MAX_BASE_SAMPLES):
-        grown.update((make_case(op, p), None) for p in _grow_sample(op, point, bases))
+    for point in _select_evenly_spaced(bases, MAX_BASE_SAMPLES):
+        grown.update((make_case(op, p), None) for p in _vary_sample(op, point, bases))
     first = next((point for point in bases if not make_case(op, point).is_empty), bases[0]) if bases else {}
-    for step in list(_leading_of(op, first)):
-        grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
-    tall = next((make_case(op, p) for p in map(partial(_add_many_rows, op), bases) if p is not None), None)
+    for step in list(_vary_leading_axes(op, first)):
+        grown.update((make_case(op, p), None) for p in _vary_dtypes(op, step))
+    tall = next((make_case(op, p) for p in map(partial(_enlarge_to_many_rows, op), bases) if p is not None), None)
     chosen = {**samples, **({} if tall is None else {tall: None})}
     for case in _order_by_novelty([c for c in grown if c not in chosen]):
         if len(chosen) >= len(samples) + MAX_POINTS:
@@ -74,7 +74,7 @@ def grow_points(op: Op) -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def _spread_out(items: Sequence[Point], limit: int) -> Sequence[Point]:
+def _select_evenly_spaced(items: Sequence[Point], limit: int) -> Sequence[Point]:
     """Select at most `limit` of the items, evenly spaced."""
     step = max(1.0, len(items) / limit)
     return [items[int(i * step)] for i in range(min(len(items), limit))]
@@ -85,7 +85,7 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
 
     Empty cases come last in each part, because they hardly test a dtype.
     """
-    shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text.encode())))
+    shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text_without_seed.encode())))
     seen: set[object] = set()
     later = []
     for case in shuffled:
@@ -100,17 +100,17 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
     yield from later
 
 
-def _grow_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
+def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
     """Yield all points that differ from sample `point` in one property, or in all dimensions at once."""
-    yield from _dims_of(op, point)
-    yield from _change_all_dimensions(op, point)
-    yield from _leading_of(op, point)
-    yield from _dtypes_of(op, point)
-    yield from _attrs_of(op, point, bases)
-    yield from _without_optional(op, point)
+    yield from _vary_one_dimension(op, point)
+    yield from _vary_all_dimensions_at_once(op, point)
+    yield from _vary_leading_axes(op, point)
+    yield from _vary_dtypes(op, point)
+    yield from _vary_attributes(op, point, bases)
+    yield from _drop_optional_operands(op, point)
 
 
-def is_legal(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
+def is_legal_point(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
     """Return whether `op` accepts a point, and no operand or result has more than `max_elements` elements."""
     specs = [point.get(name) for name in op.operand_names]
     while specs and specs[-1] is None:
@@ -120,12 +120,12 @@ def is_legal(op: Op, point: Point, max_elements: int = MAX_ELEMENTS) -> bool:
     try:
         attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
         results = op.infer_results(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
-        return all(s.size <= max_elements for s in results) and _ranges_hold(op, point, attrs)
+        return all(s.size <= max_elements for s in results) and _has_enough_rows_to_index(op, point, attrs)
     except (SignatureMismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
         return False
 
 
-def _ranges_hold(op: Op, point: Point, attrs: Mapping[str, Attr]) -> bool:
+def _has_enough_rows_to_index(op: Op, point: Point, attrs: Mapping[str, Attr]) -> bool:
     """Return whether each table has enough rows for the row numbers that its index operand needs."""
     signature = op.signature_for(attrs)
     sizes = op.resolve_sizes([_spec(point, o.name) for o in signature.operands], attrs).by_name
@@ -133,13 +133,13 @@ def _ranges_hold(op: Op, point: Point, attrs: Mapping[str, Attr]) -> bool:
         spec = _spec(point, name)
         if isinstance(legal_values.high, str) and spec is not None and spec.size:
             rows = sizes.get(legal_values.high, 0)
-            axes = distinct_axes(op, attrs, name)
+            axes = count_axes_with_distinct_ids(op, attrs, name)
             if rows < math.prod(spec.shape[len(spec.shape) - axes :]):
                 return False
     return True
 
 
-def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
+def count_axes_with_distinct_ids(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
     """Return the number of last axes of operand `name` within which its row numbers must differ; 0 if they may repeat.
 
     These are the named axes of the operand. Each index of a leading axis has its own set of row numbers.
@@ -154,7 +154,7 @@ def _spec(point: Point, name: str) -> Spec | None:
     return part if isinstance(part, Spec) else None
 
 
-def sizes_of(op: Op, point: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
+def resolve_point_sizes(op: Op, point: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
     """Return attributes with defaults, dimension sizes and operand signatures of a point; None if it is illegal."""
     try:
         attrs = op.normalise_attributes({k: v for k, v in point.items() if not isinstance(v, Spec)})
@@ -164,7 +164,7 @@ def sizes_of(op: Op, point: Point) -> tuple[Mapping[str, Attr], DimensionSizes, 
         return None
 
 
-def rebuild_point(
+def resize_point(
     op: Op, point: Point, new_sizes: Mapping[str, int], leading: tuple[int, ...], broadcast: str = "keep"
 ) -> Point:
     """Return a point with other dimension sizes and other leading axes.
@@ -177,7 +177,7 @@ def rebuild_point(
         broadcast: leading axes of operands that broadcast: ``keep`` theirs, ``whole`` (no broadcast), ``none``,
             ``one`` (axes of size 1), ``last`` (the last axis only) or ``part`` (divisors of the sizes).
     """
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     assert known is not None
     changed: dict[str, Spec | Attr] = dict(point)
     for operand in known[2]:
@@ -189,12 +189,12 @@ def rebuild_point(
             for d, n in zip(operand.dims, spec.shape[len(spec.shape) - len(operand.dims) :], strict=True)
         ]
         ahead = spec.shape[: len(spec.shape) - len(operand.dims)]
-        shape = (*_leading_for(operand, ahead, known[1].leading, leading, broadcast), *axes)
+        shape = (*_choose_leading_axes(operand, ahead, known[1].leading, leading, broadcast), *axes)
         changed[operand.name] = Spec(shape, spec.dtype)
     return changed
 
 
-def _leading_for(
+def _choose_leading_axes(
     operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], broadcast: str
 ) -> tuple[int, ...]:
     """Return the new leading axes of one operand; `broadcast` is explained in `resize_point`."""
@@ -218,23 +218,23 @@ def _leading_for(
     return mine if all(n % m == 0 for n, m in zip(new[::-1], mine[::-1], strict=False) if m) else ()
 
 
-def _dims_of(op: Op, point: Point) -> Iterator[Point]:
+def _vary_one_dimension(op: Op, point: Point) -> Iterator[Point]:
     """Yield points in which one dimension has another size."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     if known is None:
         return
-    named, leading, coupled = dict(known[1].by_name), known[1].leading, coupled_names(known[2])
+    named, leading, coupled = dict(known[1].by_name), known[1].leading, find_coupled_dimensions(known[2])
     for name in named:
         for size in (*DIMENSION_SIZES, 0):
             if (name == op.sequential and size > MAX_TOKENS) or (size == 2 and name in coupled):
                 continue
-            for unit in _block_steps(known[2], point, name):
-                grown = rebuild_point(op, point, {**named, name: -(-size // unit) * unit}, leading)
-                if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+            for unit in _compute_dimension_unit(known[2], point, name):
+                grown = resize_point(op, point, {**named, name: -(-size // unit) * unit}, leading)
+                if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) <= FEW_ELEMENTS * 4:
                     yield grown
 
 
-def coupled_names(operands: Sequence[Operand]) -> set[str]:
+def find_coupled_dimensions(operands: Sequence[Operand]) -> set[str]:
     """Return the coupled dimensions, which must not become 2, unless a sample has that size.
 
     Two numbers minus their mean are equal except for the sign. A norm of them then shows the rounding of the mean,
@@ -243,25 +243,25 @@ def coupled_names(operands: Sequence[Operand]) -> set[str]:
     return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
 
 
-def _change_all_dimensions(op: Op, point: Point) -> Iterator[Point]:
+def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
     """Yield points in which all dimensions and the leading axes change at once, to random sizes."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     if known is None:
         return
-    rng, coupled = np.random.default_rng(crc32(repr(sorted(point)).encode())), coupled_names(known[2])
+    rng, coupled = np.random.default_rng(crc32(repr(sorted(point)).encode())), find_coupled_dimensions(known[2])
     for _ in range(MIXED_POINTS):
         named = {}
         for name in known[1].by_name:
-            (unit,) = _block_steps(known[2], point, name)
+            (unit,) = _compute_dimension_unit(known[2], point, name)
             size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
             named[name] = -(-size // unit) * unit
         leading = LEADING_AXES[rng.integers(len(LEADING_AXES))]
-        grown = rebuild_point(op, point, named, leading)
-        if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+        grown = resize_point(op, point, named, leading)
+        if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) <= FEW_ELEMENTS * 4:
             yield grown
 
 
-def _block_steps(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
+def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
     """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
     unit = 1
     for operand in operands:
@@ -271,51 +271,51 @@ def _block_steps(operands: Sequence[Operand], point: Point, name: str) -> tuple[
     return (unit,)
 
 
-def _elements(point: Point) -> int:
+def _count_elements_of_largest_operand(point: Point) -> int:
     """Return the element count of the largest operand."""
     return max((s.size for s in point.values() if isinstance(s, Spec)), default=0)
 
 
-def _leading_of(op: Op, point: Point) -> Iterator[Point]:
+def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
     """Yield points with other leading axes, and with other broadcasts of the operands over them."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
         return
     elementwise = not any(o.dims for o in known[2])
     repeats = any(o.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED) for o in known[2])
     for leading in ELEMENTWISE if elementwise else LEADING_AXES:
         for broadcast in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
-            grown = rebuild_point(op, point, known[1].by_name, leading, broadcast)
-            if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+            grown = resize_point(op, point, known[1].by_name, leading, broadcast)
+            if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) <= FEW_ELEMENTS * 4:
                 yield grown
 
 
-def _dtypes_of(op: Op, point: Point) -> Iterator[Point]:
+def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
     """Yield points with one operand in another dtype, and points with all operands that allow a dtype in that dtype."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     if known is None:
         return
     present = [o for o in known[2] if _spec(point, o.name) is not None]
     for operand in present:
         for dtype in operand.dtypes:
-            yield from _with_dtype(op, point, [operand], dtype)
+            yield from _change_operand_dtypes(op, point, [operand], dtype)
     for dtype in dict.fromkeys(d for o in present for d in o.dtypes):
         group = [o for o in present if dtype in o.dtypes]
         if len(group) > 1:
-            yield from _with_dtype(op, point, group, dtype)
+            yield from _change_operand_dtypes(op, point, group, dtype)
 
 
-def _with_dtype(op: Op, point: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
+def _change_operand_dtypes(op: Op, point: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
     """Yield the point with the operands of `group` in `dtype`, with longer rows if quantisation blocks need them."""
     changed: dict[str, Spec | Attr] = dict(point)
     for operand in group:
         spec = _spec(point, operand.name)
         assert spec is not None
         changed[operand.name] = Spec(spec.shape, dtype)
-    if is_legal(op, changed):
+    if is_legal_point(op, changed):
         yield changed
         return
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     last = group[0].dims[-1].factors if group[0].dims else ()
     if known is None or len(last) != 1 or dtype.block == 1:
         return
@@ -323,13 +323,13 @@ def _with_dtype(op: Op, point: Point, group: Sequence[Operand], dtype: DType) ->
         **known[1].by_name,
         last[0]: max(dtype.block, -(-known[1].by_name.get(last[0], 1) // dtype.block) * dtype.block),
     }
-    wide = rebuild_point(op, point, named, known[1].leading)
+    wide = resize_point(op, point, named, known[1].leading)
     wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]  # those of a group are present
-    if is_legal(op, wide):
+    if is_legal_point(op, wide):
         yield wide
 
 
-def _attrs_of(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
+def _vary_attributes(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
     """Yield points with each attribute at every value that occurs in the samples, and at its default."""
     for name in (*op.required_attributes, *op.defaults):
         values = [b[name] for b in bases if name in b]
@@ -338,28 +338,28 @@ def _attrs_of(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
             values += [True, False]
         for value in dict.fromkeys(values):
             changed = {**point, name: value}
-            if is_legal(op, changed):
+            if is_legal_point(op, changed):
                 yield changed
 
 
-def _without_optional(op: Op, point: Point) -> Iterator[Point]:
+def _drop_optional_operands(op: Op, point: Point) -> Iterator[Point]:
     """Yield points that lack one optional operand."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     for operand in known[2] if known else ():
         if operand.optional and operand.name in point:
             changed = {k: v for k, v in point.items() if k != operand.name}
-            if is_legal(op, changed):
+            if is_legal_point(op, changed):
                 yield changed
 
 
-def _add_many_rows(op: Op, point: Point) -> Point | None:
+def _enlarge_to_many_rows(op: Op, point: Point) -> Point | None:
     """Return the sample with `ROWS` entries along its leading axes, or None if that is illegal or too large."""
-    known = sizes_of(op, point)
+    known = resolve_point_sizes(op, point)
     if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None
     for leading in ((ROWS, 3), (ROWS,), (*known[1].leading[:-1], ROWS)):
         for broadcast in ("whole", "none"):
-            grown = rebuild_point(op, point, known[1].by_name, leading, broadcast)
-            if is_legal(op, grown) and _elements(grown) >= ROWS:
+            grown = resize_point(op, point, known[1].by_name, leading, broadcast)
+            if is_legal_point(op, grown) and _count_elements_of_largest_operand(grown) >= ROWS:
                 return grown
     return None

@@ -19,8 +19,8 @@ from ...ops.declaration.samples import LegalRange
 from ...ops.elementwise.binary import round_to_dtype
 from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
-from .grow_shapes import distinct_axes
-from .operand_layouts import Array, aliasable_operands, layout_or_contiguous, unit_shape
+from .grow_shapes import count_axes_with_distinct_ids
+from .operand_layouts import Array, compute_shape_in_units, find_aliasable_operands, find_layout_or_contiguous
 
 LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
 """Standard deviation of numbers of kind ``large``; 1e4 for other dtypes. Squares and sums of them are still finite."""
@@ -38,17 +38,17 @@ class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
     """The conformance kit has no float64 reference for this case."""
 
 
-def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
+def list_infinities_by_operand(op: Op) -> dict[str, tuple[float, ...]]:
     """Return the infinities that each operand may have: the negative one only, or both; other operands are left out."""
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
 
 
-def holds_floats(spec: Spec) -> bool:
+def has_unquantised_floats(spec: Spec) -> bool:
     """Return whether an operand has float entries that are not quantised, and so may be NaN or infinite."""
     return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
-def kinds_for(case: Case) -> tuple[str, ...]:
+def select_input_kinds(case: Case) -> tuple[str, ...]:
     """Return the input kinds that make a difference for the operands of `case`, ``normal`` first."""
     specs = case.specs
     if not any(s.size for s in specs.values()):
@@ -58,9 +58,9 @@ def kinds_for(case: Case) -> tuple[str, ...]:
         kinds += ["ties", "constant"]
     if any(not s.dtype.is_integer and not s.dtype.is_quantised for s in specs.values()):
         kinds += ["uniform", "large", "denormal", "zeros"]
-    if any(name in specs for name in infinite_operands(case.op_declaration)):
+    if any(name in specs for name in list_infinities_by_operand(case.op_declaration)):
         kinds.append("infinities")
-    if any(map(holds_floats, specs.values())):
+    if any(map(has_unquantised_floats, specs.values())):
         kinds += ["nan", "special"]
     return tuple(kinds)
 
@@ -72,26 +72,28 @@ def generate_operands(case: Case) -> dict[str, Array]:
     """
     rng = np.random.default_rng(case.random_seed)
     op, specs = case.op_declaration, case.specs
-    sizes, attrs = case.sizes, case.attributes_with_defaults
+    sizes, attrs = case.dimension_sizes, case.attributes_with_defaults
     operands = {}
     for name, spec in specs.items():
-        legal, differ = op.ranges.get(name), distinct_axes(op, attrs, name)
+        legal, differ = op.ranges.get(name), count_axes_with_distinct_ids(op, attrs, name)
         if spec.dtype.is_quantised:
-            array = _blocks(spec, rng)
+            array = _generate_blocks(spec, rng)
         elif spec.dtype.is_integer:
-            array = _integers(spec, legal, differ, sizes, case.inputs, rng)
+            array = _generate_integers(spec, legal, differ, sizes, case.inputs, rng)
         else:
-            array = _floats(spec, legal, case.inputs, infinite_operands(op).get(name, ()), rng)
-            if case.inputs == "nan" and holds_floats(spec):
+            array = _generate_floats(spec, legal, case.inputs, list_infinities_by_operand(op).get(name, ()), rng)
+            if case.inputs == "nan" and has_unquantised_floats(spec):
                 array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
-            if case.inputs == "special" and holds_floats(spec):
-                array = _with_special(array, special_values(op, name, spec.dtype), spec, op.signed_zeros, rng)
-        tied = layout_or_contiguous(spec, case.layout, differ).broadcast_axis
+            if case.inputs == "special" and has_unquantised_floats(spec):
+                array = _insert_special_values(
+                    array, make_special_values(op, name, spec.dtype), spec, op.signed_zeros, rng
+                )
+        tied = find_layout_or_contiguous(spec, case.layout, differ).broadcast_axis
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
         operands[name] = array
     if case.layout == "twin":
-        one, other = aliasable_operands(op, specs, case.attributes_with_defaults) or ("", "")
+        one, other = find_aliasable_operands(op, specs, case.attributes_with_defaults) or ("", "")
         operands[other] = operands[one]
     return operands
 
@@ -100,22 +102,22 @@ def as_reference_array(units: Array, spec: Spec) -> Array:
     """Return an operand as the reference needs it: float64 or integers; quantised blocks are dequantised."""
     if not spec.dtype.is_quantised:
         return units
-    return dequantise(as_bytes(units, spec), spec.dtype).astype(np.float64)
+    return dequantise(as_block_bytes(units, spec), spec.dtype).astype(np.float64)
 
 
-def as_bytes(units: Array, spec: Spec) -> Array:
+def as_block_bytes(units: Array, spec: Spec) -> Array:
     """Return quantised blocks as rows of bytes, as in a model file: uint8 ``[..., row bytes]``."""
     width = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
     return np.ascontiguousarray(units).view(np.uint8).reshape(*spec.shape[:-1], width)
 
 
-def as_stored(units: Array, spec: Spec) -> Array:
+def as_stored_weight(units: Array, spec: Spec) -> Array:
     """Return an operand in the storage format of a weight.
 
     That is the storage dtype of NumPy, uint16 bits for bf16, or rows of block bytes.
     """
     if spec.dtype.is_quantised:
-        return as_bytes(units, spec)
+        return as_block_bytes(units, spec)
     if spec.dtype is DType.BF16:
         return f32_to_bf16(units.astype(np.float32))
     return units.astype(spec.dtype.storage)
@@ -131,7 +133,7 @@ def can_dequantise(dtype: DType) -> bool:
     return True
 
 
-def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
+def _generate_blocks(spec: Spec, rng: np.random.Generator) -> Array:
     """Generate random quantised blocks; blocks that have a value of magnitude 8 or more, or NaN, are replaced.
 
     Raises:
@@ -140,7 +142,7 @@ def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
     dtype = spec.dtype
     if not can_dequantise(dtype):
         raise NoReference(f"there is no dequantiser for {dtype}")
-    shape = unit_shape(spec)
+    shape = compute_shape_in_units(spec)
     raw = rng.integers(0, 256, (int(np.prod(shape)), dtype.block_bytes), np.uint8)
     for attempt in range(40):
         values = dequantise(raw, dtype)
@@ -155,7 +157,7 @@ def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
     return np.ascontiguousarray(raw).view(np.dtype((np.void, dtype.block_bytes))).reshape(shape)
 
 
-def _integers(
+def _generate_integers(
     spec: Spec, legal: LegalRange | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
 ) -> Array:
     """Generate random integers of input kind `kind` within the legal values, distinct over the last `differ` axes."""
@@ -177,7 +179,7 @@ def _integers(
     return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
 
 
-def special_values(op: Op, operand: str, dtype: DType) -> Array:
+def make_special_values(op: Op, operand: str, dtype: DType) -> Array:
     """Return the special values of a float operand: both infinities, both zeros and subnormal numbers.
 
     Zeros and subnormal numbers are left out if the op has sums and 0 is no legal value of the operand. A sum of
@@ -192,7 +194,9 @@ def special_values(op: Op, operand: str, dtype: DType) -> Array:
     return np.asarray(round_to_dtype(np.concatenate([above, -above]), rounded_dtype), np.float64)
 
 
-def _with_special(values: Array, special: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
+def _insert_special_values(
+    values: Array, special: Array, spec: Spec, everywhere: bool, rng: np.random.Generator
+) -> Array:
     """Insert special values into half of the entries, or into one entry of each row if not `everywhere`.
 
     Every special value occurs if there are enough entries.
@@ -208,7 +212,7 @@ def _with_special(values: Array, special: Array, spec: Spec, everywhere: bool, r
     return flat.reshape(spec.shape)
 
 
-def _floats(
+def _generate_floats(
     spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
 ) -> Array:
     """Generate random floats of input kind `kind`, within the legal values, as float64 values of the dtype."""

@@ -10,7 +10,7 @@ from ...ops import REGISTRY
 from .case import Case, make_case
 
 
-def cases_of_graph(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
+def collect_graph_cases(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
     """Return the distinct cases of the nodes of `graph`, without views and without nodes that have a larger operand.
 
     Args:
@@ -29,7 +29,7 @@ def cases_of_graph(graph: Graph, max_elements: int = 1 << 24) -> list[Case]:
     return list(cases)
 
 
-def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
+def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
     """Return the distinct cases of a GGUF model for some token counts, or of an exported PyTorch or ONNX program.
 
     Weights are not read.
@@ -50,16 +50,16 @@ def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256
     with open(path, "rb") as file:
         is_program = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC or str(path).lower().endswith(".onnx")
     if is_program:
-        return cases_of_graph(read_graph(str(path)))
+        return collect_graph_cases(read_graph(str(path)))
     model = load_model(open_gguf(path, header_only=True))
     context = min(cells, model.context_length)
     cases: dict[Case, None] = {}
     for count in tokens:
         step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
-        cases.update(dict.fromkeys(cases_of_graph(model.graph(step))))
+        cases.update(dict.fromkeys(collect_graph_cases(model.graph(step))))
     return list(cases)
 
 
-def case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
+def join_model_case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
     """Return the texts `cases`, followed by the texts of the cases of the model at `path`, if there is one."""
-    return (*cases, *([] if path is None else [case.text for case in cases_of_model(path)]))
+    return (*cases, *([] if path is None else [case.text_without_seed for case in collect_model_cases(path)]))

@@ -37,12 +37,12 @@ class OperandLayout:
     broadcast_axis: int | None = None
 
 
-def _contiguous_layout(spec: Spec) -> OperandLayout:
+def _make_contiguous_layout(spec: Spec) -> OperandLayout:
     """Return the layout of an operand that is a whole leaf."""
     return OperandLayout(spec, lambda leaf: leaf, lambda units: units)
 
 
-def _offset_layout(spec: Spec) -> OperandLayout:
+def _make_offset_layout(spec: Spec) -> OperandLayout:
     """Return a contiguous layout with an offset of one unit: the address is aligned to one element only."""
     block = spec.dtype.block
     leaf = Spec((spec.size + 2 * block,), spec.dtype)
@@ -50,10 +50,10 @@ def _offset_layout(spec: Spec) -> OperandLayout:
     def view(value: Value) -> Value:
         return ops.reshape(ops.slice_(value, axis=0, start=block, stop=block + spec.size), shape=spec.shape)
 
-    return OperandLayout(leaf, view, lambda units: units[1:-1].reshape(unit_shape(spec), copy=False))
+    return OperandLayout(leaf, view, lambda units: units[1:-1].reshape(compute_shape_in_units(spec), copy=False))
 
 
-def _gapped_layout(spec: Spec) -> OperandLayout | None:
+def _make_gapped_layout(spec: Spec) -> OperandLayout | None:
     """Return a layout with a gap before the first row and after each row."""
     if not spec.shape:
         return None
@@ -67,7 +67,7 @@ def _gapped_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, view, lambda array: array[..., 2 : 2 + units])
 
 
-def _permuted_layout(spec: Spec) -> OperandLayout | None:
+def _make_permuted_layout(spec: Spec) -> OperandLayout | None:
     """Return a layout with the axes in reverse order in memory; None if fewer than two axes can be reversed.
 
     A last axis of quantisation blocks stays last.
@@ -81,7 +81,7 @@ def _permuted_layout(spec: Spec) -> OperandLayout | None:
     return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
 
 
-def _broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | None:
+def _make_broadcast_layout(spec: Spec, distinct_axes: int) -> OperandLayout | None:
     """Return a layout with stride 0 along the first axis longer than 1, or None if the operand cannot have it.
 
     An axis of quantisation blocks and the last `distinct_axes` axes cannot have stride 0.
@@ -103,20 +103,22 @@ def find_layout(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayou
         distinct_axes: number of last axes within which entries must differ, so that they do not share memory.
     """
     if layout in ("contiguous", "inplace", "twin"):
-        return _contiguous_layout(spec)
+        return _make_contiguous_layout(spec)
     if 0 in spec.shape and layout == "broadcast":
         return None
     if layout == "broadcast":
-        return _broadcast_layout(spec, distinct_axes)
-    return {"offset": _offset_layout, "sliced": _gapped_layout, "permuted": _permuted_layout}[layout](spec)
+        return _make_broadcast_layout(spec, distinct_axes)
+    return {"offset": _make_offset_layout, "sliced": _make_gapped_layout, "permuted": _make_permuted_layout}[layout](
+        spec
+    )
 
 
-def layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
+def find_layout_or_contiguous(spec: Spec, layout: str, distinct_axes: int = 0) -> OperandLayout:
     """Return the layout with the name `layout`, or the contiguous layout if the operand cannot have it."""
-    return find_layout(spec, layout, distinct_axes) or _contiguous_layout(spec)
+    return find_layout(spec, layout, distinct_axes) or _make_contiguous_layout(spec)
 
 
-def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
+def find_aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
     """Return an in-place operand of an elementwise op and another operand that may be the same value, or None.
 
     Both operands need equal specs and equal legal values.
@@ -131,16 +133,16 @@ def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple
     return None
 
 
-def unit_shape(spec: Spec) -> tuple[int, ...]:
+def compute_shape_in_units(spec: Spec) -> tuple[int, ...]:
     """Return the shape of an operand counted in units: a last axis of quantised elements is counted in blocks."""
     if not spec.dtype.is_quantised:
         return spec.shape
     return (*spec.shape[:-1], spec.shape[-1] // spec.dtype.block)
 
 
-def fill_leaf(units: Array, layout: OperandLayout, filler: Array) -> Array:
+def build_leaf_array(units: Array, layout: OperandLayout, filler: Array) -> Array:
     """Return the array of a leaf: `units` in the region of the operand, `filler` in all other entries."""
-    leaf = np.empty(unit_shape(layout.leaf), units.dtype)
+    leaf = np.empty(compute_shape_in_units(layout.leaf), units.dtype)
     leaf[...] = filler
     if layout.broadcast_axis is not None:
         return np.take(units, [0], axis=layout.broadcast_axis) if math.prod(units.shape) else leaf

@@ -19,9 +19,15 @@ from ...graph.node import Node, Value
 from ...ops import verify
 from ...scheduler import Lane, lower_graph, verify_program
 from ..cases.case import Case
-from ..cases.grow_shapes import distinct_axes
-from ..cases.inputs import as_stored
-from ..cases.operand_layouts import Array, OperandLayout, aliasable_operands, fill_leaf, layout_or_contiguous
+from ..cases.grow_shapes import count_axes_with_distinct_ids
+from ..cases.inputs import as_stored_weight
+from ..cases.operand_layouts import (
+    Array,
+    OperandLayout,
+    build_leaf_array,
+    find_aliasable_operands,
+    find_layout_or_contiguous,
+)
 
 LIVE_LEAF_PREFIX = "kept."
 """The name prefix of outputs that are leaves. Such leaves live to the end, and no result may take their memory."""
@@ -39,7 +45,7 @@ class CaseGraph:
     operand_layouts: Mapping[str, OperandLayout]
     weights: frozenset[str]
 
-    def leaves(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
+    def build_leaf_arrays(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
         """Build the array of each leaf from its operand; entries outside of the operand are `filler`.
 
         Integers have -1 as filler, and quantised blocks zeros.
@@ -50,12 +56,12 @@ class CaseGraph:
             padding = np.zeros((), units.dtype) if units.dtype.kind == "V" else np.asarray(filler)
             if units.dtype.kind in "iu":
                 padding = np.asarray(-1)
-            arrays[name] = fill_leaf(units, placed, padding)
+            arrays[name] = build_leaf_array(units, placed, padding)
         return arrays
 
-    def stored_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
+    def encode_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
         """Return the leaves that are weights, encoded in the storage format from which a backend loads them."""
-        return {n: as_stored(a, self.operand_layouts[n].leaf) for n, a in leaves.items() if n in self.weights}
+        return {n: as_stored_weight(a, self.operand_layouts[n].leaf) for n, a in leaves.items() if n in self.weights}
 
 
 def build_case_graph(case: Case) -> CaseGraph:
@@ -73,12 +79,12 @@ def build_case_graph(case: Case) -> CaseGraph:
     leaves: dict[str, Value] = {}
     operands: dict[str, Value] = {}
     for name, spec in case.operands:
-        how = layout_or_contiguous(spec, case.layout, distinct_axes(op, attrs, name))
+        how = find_layout_or_contiguous(spec, case.layout, count_axes_with_distinct_ids(op, attrs, name))
         is_weight = spec.dtype.is_quantised or (name in quantisable and case.layout == "contiguous")
         is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
         leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
         layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
-    if case.layout == "twin" and (pair := aliasable_operands(op, case.specs, attrs)) is not None:
+    if case.layout == "twin" and (pair := find_aliasable_operands(op, case.specs, attrs)) is not None:
         one, other = pair
         operands[other] = leaves[one]
         del layouts[other], leaves[other]
@@ -94,7 +100,7 @@ def build_case_graph(case: Case) -> CaseGraph:
     return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights)
 
 
-def device_plan_for(graph: Graph, backend: Backend, device: Device) -> Lane:
+def build_verified_device_plan(graph: Graph, backend: Backend, device: Device) -> Lane:
     """Lower a graph to a program for one device, and verify both; no other device is considered."""
     verify(graph)
     lowered, program = lower_graph(graph, backend, device)

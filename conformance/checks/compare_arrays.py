@@ -10,7 +10,7 @@ from ...graph.dtypes import DType
 from ...graph.spec import Spec
 from ...ops import Op
 from ..cases.operand_layouts import Array
-from .tolerance import MIN_NORMAL, ErrorBudget, eps_of
+from .tolerance import MIN_NORMAL, ErrorBudget, find_machine_epsilon
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class ArrayDifference:
         )
 
 
-def _largest_finite(dtype: DType) -> float:
+def _find_largest_finite(dtype: DType) -> float:
     """Return the largest finite number of a float dtype, as float32 for all dtypes except f16."""
     return 65504.0 if dtype is DType.F16 else float(np.finfo(np.float32).max)
 
 
-def spacing(values: Array, dtype: DType) -> Array:
+def compute_ulp(values: Array, dtype: DType) -> Array:
     """Return one unit in the last place (ULP) of each value in `dtype`."""
     with np.errstate(all="ignore"):
         if dtype is DType.F16:
@@ -48,7 +48,7 @@ def spacing(values: Array, dtype: DType) -> Array:
     return fine * 65536.0 if dtype is DType.BF16 else fine
 
 
-def compare(
+def compare_with_reference(
     got: Array,
     want: Array,
     budget: ErrorBudget,
@@ -75,20 +75,20 @@ def compare(
         got, want = np.sort(got, axis=-1), np.sort(want, axis=-1)
     if spec.dtype.is_integer or op.compare == "set":
         wrong = np.flatnonzero(np.asarray(got != want))
-        return ArrayDifference(_where("wrong", wrong, got, want)) if wrong.size else ArrayDifference()
+        return ArrayDifference(_describe_wrong_elements("wrong", wrong, got, want)) if wrong.size else ArrayDifference()
     if any_infinity:
         got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
-    if why := _compare_nonfinite(got, want, spec.dtype):
+    if why := _check_nonfinite_positions(got, want, spec.dtype):
         return ArrayDifference(why)
     is_finite = np.isfinite(want) & np.isfinite(got)
     error = np.where(is_finite, np.abs(np.subtract(got, want, where=is_finite, out=np.zeros(want.shape))), 0.0)
-    element, row = (np.where(is_finite, b, 0.0) for b in (budget.element, budget.row))
-    difference = _compare_errors(error, np.where(is_finite, want, 0.0), element, row, got, spec.dtype)
-    why = "" if difference.why or not signed_zeros else _zeros(got, want)
-    return _with_failure(difference, why) if why else difference
+    element, row = (np.where(is_finite, b, 0.0) for b in (budget.max_element_error, budget.max_row_rms_error))
+    difference = _check_error_budgets(error, np.where(is_finite, want, 0.0), element, row, got, spec.dtype)
+    why = "" if difference.why or not signed_zeros else _check_zero_signs(got, want)
+    return _with_failure_reason(difference, why) if why else difference
 
 
-def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
+def _check_nonfinite_positions(got: Array, want: Array, dtype: DType) -> str:
     """Return a problem with the positions of NaN and infinities, or the empty text.
 
     A number too large for the dtype may be infinite.
@@ -96,20 +96,26 @@ def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
     for name, test in (("NaN", np.isnan), ("no NaN", lambda x: ~np.isnan(x))):
         wrong = np.flatnonzero(test(got) & ~test(want))
         if wrong.size:
-            return _where(name, wrong, got, want)
-    over = np.abs(want) >= _largest_finite(dtype) * (1.0 - eps_of(dtype))
+            return _describe_wrong_elements(name, wrong, got, want)
+    over = np.abs(want) >= _find_largest_finite(dtype) * (1.0 - find_machine_epsilon(dtype))
     same = (got == want) | (np.isfinite(got) & np.isfinite(want)) | (over & (got == np.copysign(np.inf, want)))
     wrong = np.flatnonzero(~(same | np.isnan(want)))
-    return _where("infinite where it should not be, or not where it should", wrong, got, want) if wrong.size else ""
+    return (
+        _describe_wrong_elements("infinite where it should not be, or not where it should", wrong, got, want)
+        if wrong.size
+        else ""
+    )
 
 
-def _zeros(got: Array, want: Array) -> str:
+def _check_zero_signs(got: Array, want: Array) -> str:
     """Return a problem with the signs of zeros, or the empty text; the reference may be too small for the dtype."""
     wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
-    return _where("zero with the wrong sign", wrong, got, want) if wrong.size else ""
+    return _describe_wrong_elements("zero with the wrong sign", wrong, got, want) if wrong.size else ""
 
 
-def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType) -> ArrayDifference:
+def _check_error_budgets(
+    error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType
+) -> ArrayDifference:
     """Check the error of each element against its budget, and the mean square error of each row against its budget.
 
     Args:
@@ -127,7 +133,7 @@ def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: 
     scale = np.maximum(np.abs(w), mean).max(-1, keepdims=True, initial=MIN_NORMAL)  # squares must not overflow
     norm = np.maximum(((w / scale) ** 2).sum(-1), 1e-60)
     row_error, row_limit = ((e / scale) ** 2).sum(-1) / norm, ((mean / scale) ** 2).sum(-1) / norm
-    ulps = spacing(w, dtype)
+    ulps = compute_ulp(w, dtype)
     excess = int(np.argmax(e / limit))
     worst_row = int(np.argmax(row_error / np.maximum(row_limit, 1e-200)))
     difference = ArrayDifference(
@@ -139,18 +145,18 @@ def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: 
     )
     wrong = np.flatnonzero(e > limit)
     if wrong.size:
-        return _with_failure(difference, _where("too far off", wrong, got, want, first=excess))
+        return _with_failure_reason(difference, _describe_wrong_elements("too far off", wrong, got, want, first=excess))
     if row_error[worst_row] > row_limit[worst_row]:
-        return _with_failure(difference, f"row {worst_row} of {len(e)} is too far off as a whole")
+        return _with_failure_reason(difference, f"row {worst_row} of {len(e)} is too far off as a whole")
     return difference
 
 
-def _with_failure(found: ArrayDifference, why: str) -> ArrayDifference:
+def _with_failure_reason(found: ArrayDifference, why: str) -> ArrayDifference:
     """Return the difference with a reason for the failure."""
     return ArrayDifference(f"{why}; {found}", found.nmse, found.nmse_limit, found.ulp, found.ulp_limit)
 
 
-def _where(what: str, wrong: Array, got: Array, want: Array, first: int | None = None) -> str:
+def _describe_wrong_elements(what: str, wrong: Array, got: Array, want: Array, first: int | None = None) -> str:
     """Describe the number of wrong elements, and one of them with its index, its value and the expected value."""
     at = int(wrong[0]) if first is None else first
     index = [int(i) for i in np.unravel_index(at, want.shape)] if want.ndim else []

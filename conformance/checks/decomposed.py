@@ -19,7 +19,7 @@ CHECK_NAME = "composed"
 """The start of the names of these checks."""
 
 
-def check_names(case: Case) -> tuple[str, ...]:
+def list_decomposition_checks(case: Case) -> tuple[str, ...]:
     """Return the names of the decomposition checks that apply to a case, such as ``composed-unfused``."""
     if any(0 in spec.shape or spec.dtype.is_quantised for _, spec in case.operands):
         return ()
@@ -28,16 +28,16 @@ def check_names(case: Case) -> tuple[str, ...]:
     )
 
 
-def decomposed_graph(case: Case) -> Graph:
+def build_decomposed_graph(case: Case) -> Graph:
     """Build the graph of the decomposition that the check of `case` names, with the operands as inputs."""
     operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
     compose = DECOMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK_NAME}-")]
     return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.attributes_with_defaults))})
 
 
-def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
+def find_unsupported_decomposition_reason(case: Case, backend: Backend, device: Device) -> str:
     """Return the reason why the backend cannot run the decomposition of a case; the empty text if the backend can."""
-    for node in decomposed_graph(case).nodes:
+    for node in build_decomposed_graph(case).nodes:
         if not node.is_leaf and not REGISTRY[node.op].is_view:
             support = backend.supports(node, device)
             if not support.ok:
@@ -47,7 +47,7 @@ def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
 
 def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
     """Run the decomposition of a case on a device, and return its results as float64."""
-    executor = load(plan_for_group(decomposed_graph(case), [(backend, device)], split_mode="none"), {})
+    executor = load(plan_for_group(build_decomposed_graph(case), [(backend, device)], split_mode="none"), {})
     with np.errstate(all="ignore"):
         results = executor.run(dict(operands))
         return [results[f"result{i}"].astype(np.float64) for i in range(len(results))]

@@ -29,7 +29,7 @@ WILD_BYTE = 0x5A
 """A byte that makes 1.5e16 in float32 and 203 in float16; a sum that starts from it is wrong."""
 
 
-def byte_extent(tensor: Tensor) -> tuple[int, int]:
+def compute_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the byte range of `tensor` in its buffer: the first byte, and the end of the last element."""
     if 0 in tensor.shape:
         return tensor.offset, tensor.offset
@@ -37,7 +37,7 @@ def byte_extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.offset, tensor.offset + (last // tensor.dtype.block + 1) * tensor.dtype.block_bytes
 
 
-def _all_tensors(program: Program) -> Iterator[Tensor]:
+def _list_program_tensors(program: Program) -> Iterator[Tensor]:
     """Yield all tensors of a program: inputs, outputs, operands, results and scratch memory."""
     yield from program.inputs.values()
     yield from program.outputs.values()
@@ -51,7 +51,7 @@ def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
     Values that share bytes stay together. All bytes outside of the ranges are guard zones.
     """
     (arena,) = (n for n, b in enumerate(program.buffers) if b.kind == "arena")
-    extents = sorted(byte_extent(t) for t in _all_tensors(program) if t.buffer == arena)
+    extents = sorted(compute_byte_range(t) for t in _list_program_tensors(program) if t.buffer == arena)
     merged: list[list[int]] = []
     for start, end in extents:
         if merged and (start < merged[-1][1] or merged[-1][0] == start):
@@ -82,7 +82,7 @@ def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
     return moved_program, regions
 
 
-def to_host(array: Any) -> Array:
+def copy_to_host(array: Any) -> Array:
     """Copy an array of a backend to host memory."""
     return np.array(array.get() if hasattr(array, "get") else array, order="C")
 
@@ -95,15 +95,15 @@ class GuardedProgram:
         self.device: Device = device_plan.device
         self.program, self.regions = add_guard_zones(device_plan.program)
         self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
-        self.buffers = [self._make_buffer(b, weights) for b in self.program.buffers]
-        self._bytes = [self._raw(n) for n in range(len(self.buffers))]
+        self.buffers = [self._allocate_guarded_buffer(b, weights) for b in self.program.buffers]
+        self._bytes = [self._view_buffer_bytes(n) for n in range(len(self.buffers))]
         self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
         for start, end in self.regions:
             self._free[start:end] = False
-        self._loaded_bytes = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
+        self._loaded_bytes = {n: copy_to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
         self.replay = self.backend.compile(self.program, self.buffers, self.device, SingleDeviceComm())
 
-    def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
+    def _allocate_guarded_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
         """Allocate a buffer, with a guard zone at its end unless it is the arena, and load its weight."""
         if spec.kind == "arena":
             return self.backend.alloc(spec.nbytes, self.device)
@@ -113,7 +113,7 @@ class GuardedProgram:
             self.backend.load(weights[spec.name], spec.declared_spec, buffer)
         return buffer
 
-    def _raw(self, number: int) -> Any:
+    def _view_buffer_bytes(self, number: int) -> Any:
         """Return a view of a whole buffer as int8 bytes, with its guard zones."""
         spec = self.program.buffers[number]
         nbytes = spec.nbytes + (0 if spec.kind == "arena" else GUARD_BYTES)
@@ -121,7 +121,7 @@ class GuardedProgram:
 
     # ------------------------------------------------------------------------------------------------- one run
 
-    def poison(self, byte: int) -> None:
+    def poison_arena(self, byte: int) -> None:
         """Fill the arena and its guard zones with `byte`."""
         self._bytes[self.arena][...] = np.frombuffer(bytes([byte]), np.int8)[0]
         self._byte = byte
@@ -134,11 +134,11 @@ class GuardedProgram:
         pattern = np.frombuffer(bytes([byte]), np.int8)[0]
         for instruction in self.program.instructions:
             for tensor in instruction.dst:
-                start, end = byte_extent(tensor)
+                start, end = compute_byte_range(tensor)
                 if tensor.buffer == self.arena:
                     self._bytes[self.arena][start:end] = pattern
 
-    def bind(self, inputs: Mapping[str, Array]) -> None:
+    def write_inputs(self, inputs: Mapping[str, Array]) -> None:
         """Write the input leaves to device memory, encoded in their dtypes.
 
         Args:
@@ -149,17 +149,17 @@ class GuardedProgram:
             data = inputs[name]
             view[...] = encode_array(data, tensor.dtype)
 
-    def leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
+    def read_leaf_bytes(self, arena_copy: Array) -> dict[str, bytes]:
         """Read the bytes of each input leaf from a copy of the arena."""
         leaves = {}
         for name, tensor in self.program.inputs.items():
-            start, end = byte_extent(tensor)
+            start, end = compute_byte_range(tensor)
             leaves[name] = arena_copy[start:end].tobytes()
         return leaves
 
-    def arena_bytes(self) -> Array:
+    def copy_arena(self) -> Array:
         """Copy the arena with its guard zones to host memory."""
-        return to_host(self._bytes[self.arena])
+        return copy_to_host(self._bytes[self.arena])
 
     def find_stray_write(self, arena_copy: Array) -> str | None:
         """Find a write outside of all values, and return its description, or None.
@@ -177,14 +177,16 @@ class GuardedProgram:
             )
             return f"{wrong.size} bytes were written outside of all values, the first {where} of one"
         for number, before_bytes in self._loaded_bytes.items():
-            if not np.array_equal(to_host(self._bytes[number]), before_bytes):
+            if not np.array_equal(copy_to_host(self._bytes[number]), before_bytes):
                 spec = self.program.buffers[number]
                 return f"{spec.kind} %{spec.name} or the {GUARD_BYTES} bytes after it were written"
         return None
 
-    def outputs(self) -> dict[str, Array]:
+    def copy_outputs(self) -> dict[str, Array]:
         """Copy the outputs to host memory, in the storage format of the device."""
-        return {name: to_host(self.backend.view(self.buffers[t.buffer], t)) for name, t in self.program.outputs.items()}
+        return {
+            name: copy_to_host(self.backend.view(self.buffers[t.buffer], t)) for name, t in self.program.outputs.items()
+        }
 
     def decode_outputs(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return outputs in storage format as float64 or integers."""

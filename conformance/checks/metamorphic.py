@@ -48,13 +48,13 @@ class PartialCase:
 _CHECKS = {DimensionRole.PARALLEL: "cut", DimensionRole.CONTRACTED: "sum", DimensionRole.INDEXED: "deal"}
 
 
-def check_names(case: Case) -> tuple[str, ...]:
+def list_metamorphic_checks(case: Case) -> tuple[str, ...]:
     """Return the names of the metamorphic checks that apply to a case, with its decomposition checks."""
     op, attrs = case.op_declaration, case.attributes_with_defaults
     if op.infer_spec is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
-    checks = list(decomposed.check_names(case))
-    signature, sizes = op.signature_for(attrs), case.sizes
+    checks = list(decomposed.list_decomposition_checks(case))
+    signature, sizes = op.signature_for(attrs), case.dimension_sizes
     roles: dict[str, set[DimensionRole]] = {}
     for operand in signature.operands:
         for dim in operand.dims if operand.name in case.specs else ():
@@ -66,33 +66,33 @@ def check_names(case: Case) -> tuple[str, ...]:
             continue
         check = _CHECKS.get(next(iter(kinds))) if len(kinds) == 1 else None
         check = "steps" if name == op.sequential else check
-        if check and partial_cases(case.with_settings(check=f"{check}-{name}")):
+        if check and split_case(case.with_settings(check=f"{check}-{name}")):
             checks.append(f"{check}-{name}")
     return tuple(checks)
 
 
-def partial_cases(case: Case) -> tuple[PartialCase, ...]:
+def split_case(case: Case) -> tuple[PartialCase, ...]:
     """Split a case into the partial runs of its metamorphic check; empty if the dimension cannot be split."""
     check, _, name = case.check.partition("-")
-    size = case.sizes[name]
-    blocks = [s.dtype.block for n, s in case.operands if _ends_in(case, n, name)]
+    size = case.dimension_sizes[name]
+    blocks = [s.dtype.block for n, s in case.operands if _is_in_last_axis(case, n, name)]
     unit = math.lcm(1, *blocks)
     middle = (size // unit + 1) // 2 * unit
     if not 0 < middle < size:
         return ()
     if check == "steps":
-        return _steps(case, name, middle)
+        return _split_sequential_dimension(case, name, middle)
     if check == "deal":
-        return _split_table(case, name, middle)
+        return _split_table_rows(case, name, middle)
     signature = case.op_declaration.signature_for(case.attributes_with_defaults)
     if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
         return ()
     halves = (np.arange(middle), np.arange(middle, size))
-    runs = tuple(_part(case, {name: p}, {name: p}) for p in halves)
+    runs = tuple(_make_partial_case(case, {name: p}, {name: p}) for p in halves)
     return runs if all(p is not None for p in runs) else ()  # type: ignore[return-value]  # mypy does not see through all()
 
 
-def _ends_in(case: Case, operand: str, name: str) -> bool:
+def _is_in_last_axis(case: Case, operand: str, name: str) -> bool:
     """Return whether the last axis of an operand has dimension `name`."""
     declared = next(
         o for o in case.op_declaration.signature_for(case.attributes_with_defaults).operands if o.name == operand
@@ -100,7 +100,7 @@ def _ends_in(case: Case, operand: str, name: str) -> bool:
     return bool(declared.dims) and name in declared.dims[-1].factors
 
 
-def _part(
+def _make_partial_case(
     case: Case, reads: Mapping[str, Array], writes: Mapping[str, Array], carried: Mapping[str, int] | None = None
 ) -> PartialCase | None:
     """Return the partial run over some entries of dimensions; None if the op refuses its shapes.
@@ -111,12 +111,12 @@ def _part(
         writes: entries of dimensions of results, by dimension.
         carried: index of the result of the previous part that replaces an operand, by operand.
     """
-    op, sizes = case.op_declaration, case.sizes
+    op, sizes = case.op_declaration, case.dimension_sizes
     signature = op.signature_for(case.attributes_with_defaults)
     operands, places = [], {}
     for name, spec in case.operands:
         declared = next(o for o in signature.operands if o.name == name)
-        place = _place(declared, spec.shape, reads, sizes)
+        place = _find_split_axis(declared, spec.shape, reads, sizes)
         if place is not None:
             axis, entries = place
             spec = Spec((*spec.shape[:axis], len(entries), *spec.shape[axis + 1 :]), spec.dtype)
@@ -125,12 +125,14 @@ def _part(
     smaller = case.with_settings(operands=tuple(operands), check="reference")
     if any(check_spec(s) for _, s in operands):
         return None
-    shapes = [s.shape for s in result_specs(case)]
-    filled = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))
+    shapes = [s.shape for s in infer_result_specs(case)]
+    filled = tuple(
+        _find_split_axis(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True)
+    )
     return PartialCase(smaller, places, filled, carried or {})
 
 
-def _place(
+def _find_split_axis(
     operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
     """Find the axis of an operand or result with a split dimension, and return the axis and the entries of one part.
@@ -145,51 +147,58 @@ def _place(
     for axis, dim in enumerate(operand.dims, first):
         for name, entries in split_entries.items():
             if name in dim.factors and not (dim.may_be_one and shape[axis] == 1 and sizes[name] != 1):
-                return axis, _entries(dim, name, entries, sizes)
+                return axis, _expand_factor_entries(dim, name, entries, sizes)
     return None
 
 
-def _entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
+def _expand_factor_entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
     """Return the indices along an axis, a product of factors, at which the factor `name` has one of the `entries`."""
     shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
     return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
 
 
-def result_specs(case: Case) -> tuple[Spec, ...]:
+def infer_result_specs(case: Case) -> tuple[Spec, ...]:
     """Infer the specs of the results of a case."""
     attrs, specs = case.attributes_with_defaults, case.specs
     count = len(case.op_declaration.signature_for(attrs).operands)
     return case.op_declaration.infer_results([specs.get(n) for n in case.op_declaration.operand_names[:count]], attrs)
 
 
-def _steps(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
+def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
     """Split the sequential dimension: with a carried state, with overlapping windows, or into a prefix alone."""
-    op, sizes, size = case.op_declaration, case.sizes, case.sizes[name]
-    results = result_specs(case)
-    derived = next((d for d in op.derived_sizes if any(d in dim.factors for dim in _result_dims(op, case))), "")
+    op, sizes, size = case.op_declaration, case.dimension_sizes, case.dimension_sizes[name]
+    results = infer_result_specs(case)
+    derived = next(
+        (d for d in op.derived_sizes if any(d in dim.factors for dim in _list_result_dimensions(op, case))), ""
+    )
     if derived and derived != name:
         overlap, rows = size - sizes[derived], sizes[derived]
         at = (rows + 1) // 2
         spans = ((0, at), (at, rows)) if 0 < at < rows else ()
-        runs = [_part(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans]
+        runs = [
+            _make_partial_case(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans
+        ]
     elif carried := {
         n: r for r, n in op.inplace_pairs(case.attributes_with_defaults) if r > 0 and case.specs.get(n) == results[r]
     }:
         if any(s.dtype.is_integer for _, s in case.operands):
             return ()
         first, second = ({name: p} for p in (np.arange(middle), np.arange(middle, size)))
-        runs = [_part(case, first, first), _part(case, second, second, carried)]
+        runs = [_make_partial_case(case, first, first), _make_partial_case(case, second, second, carried)]
     elif len(results) == 1:
         prefix = {name: np.arange(middle)}
-        runs = [_part(case, prefix, prefix)]
+        runs = [_make_partial_case(case, prefix, prefix)]
     else:
         return ()
     return tuple(r for r in runs if r is not None) if None not in runs else ()
 
 
-def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
+def _split_table_rows(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
     """Split a lookup table into its first rows and its other rows; an added operand is zero in the second part."""
-    lookup, size = case.op_declaration.signature_for(case.attributes_with_defaults).indexed_dimension, case.sizes[name]
+    lookup, size = (
+        case.op_declaration.signature_for(case.attributes_with_defaults).indexed_dimension,
+        case.dimension_sizes[name],
+    )
     assert lookup is not None
     if case.attributes_with_defaults["total"]:
         return ()
@@ -201,7 +210,7 @@ def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
     )
     runs = []
     for start, stop in ((0, middle), (middle, size)):
-        part = _part(case, {name: np.arange(start, stop)}, {})
+        part = _make_partial_case(case, {name: np.arange(start, stop)}, {})
         if part is None:
             return ()
         attrs = (*case.attrs, *((k, v) for k, v in (("first", start), ("total", size)) if v))
@@ -210,7 +219,7 @@ def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
     return tuple(runs)
 
 
-def _result_dims(op: Op, case: Case) -> Sequence[Dimension]:
+def _list_result_dimensions(op: Op, case: Case) -> Sequence[Dimension]:
     """Return all dimensions of all results."""
     return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
 
@@ -223,7 +232,7 @@ def join_results(
     The results of ``sum`` and ``deal`` checks are added. Other results are written to their entries.
     """
     pairs = []
-    for i, spec in enumerate(result_specs(case)):
+    for i, spec in enumerate(infer_result_specs(case)):
         whole = np.zeros(spec.shape, outputs[0][i].dtype)
         filled = np.zeros(spec.shape, bool)
         for part, results in zip(parts, outputs, strict=True):

@@ -19,10 +19,10 @@ from ..cases.case import Case
 from ..cases.inputs import NoReference, as_reference_array, generate_operands
 from ..cases.operand_layouts import Array
 from . import decomposed, zero_propagation
-from .case_graph import LIVE_LEAF_PREFIX, RESULT_PREFIX, CaseGraph, build_case_graph, device_plan_for
-from .compare_arrays import ArrayDifference, compare
+from .case_graph import LIVE_LEAF_PREFIX, RESULT_PREFIX, CaseGraph, build_case_graph, build_verified_device_plan
+from .compare_arrays import ArrayDifference, compare_with_reference
 from .guarded_memory import NAN, WILD_BYTE, GuardedProgram
-from .metamorphic import AxisEntries, join_results, partial_cases, result_specs
+from .metamorphic import AxisEntries, infer_result_specs, join_results, split_case
 from .tolerance import F32_EPS, ExpectedResult
 
 _NO_DIFFERENCE = ArrayDifference()
@@ -49,13 +49,13 @@ class Result:
     seconds: float = 0.0
 
 
-class _Unsupported(Exception):  # noqa: N818  (an outcome, not an error)
+class _UnsupportedCase(Exception):  # noqa: N818  (an outcome, not an error)
     """The backend does not support a node of the case; the message is the reason."""
 
     pass
 
 
-class _Wrong(Exception):  # noqa: N818  (an outcome, not an error)
+class _WrongResult(Exception):  # noqa: N818  (an outcome, not an error)
     """The backend computed a wrong result or wrote outside of its results; the message describes the fault."""
 
 
@@ -70,13 +70,13 @@ def run_case(case: Case, backend: Backend, device: Device) -> Result:
     start = time.perf_counter()
     difference = ArrayDifference()
     try:
-        difference = _run_check(case, backend, device)
+        difference = _run_and_compare(case, backend, device)
         outcome, why = (Outcome.FAIL, difference.why) if difference.why else (Outcome.PASS, "")
-    except _Unsupported as reason:
+    except _UnsupportedCase as reason:
         outcome, why = Outcome.UNSUPPORTED, str(reason)
     except (NoReference, NotImplementedError) as reason:
         outcome, why = Outcome.NO_REFERENCE, str(reason) or "the reference is not implemented"
-    except _Wrong as reason:
+    except _WrongResult as reason:
         outcome, why = Outcome.FAIL, str(reason)
     except GraphError:
         raise  # the case itself is illegal
@@ -101,22 +101,24 @@ class RunnableCase:
     units: Mapping[str, Array]
     operands: Mapping[str, Array]
 
-    def expected_result(self, backend: Backend) -> ExpectedResult:
+    def compute_expected_result(self, backend: Backend) -> ExpectedResult:
         """Compute the expected results by the reference, with the error budget for this backend."""
         slack = next((s for check, s in CHECK_TOLERANCE_FACTORS.items() if self.case.check.startswith(check)), 2.0)
-        return ExpectedResult(self.case, self.operands, slack * _arithmetic(build_case_graph(self.case), backend))
+        return ExpectedResult(
+            self.case, self.operands, slack * _choose_operation_rounding_error(build_case_graph(self.case), backend)
+        )
 
-    def results(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
+    def run_on_device(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
         """Run the check of the case on a device; return its results, and a mask of the written elements of each."""
         case = self.case
         if case.check.startswith(decomposed.CHECK_NAME):
-            if why := decomposed.unsupported_reason(case, backend, device):
-                raise _Unsupported(why)
+            if why := decomposed.find_unsupported_decomposition_reason(case, backend, device):
+                raise _UnsupportedCase(why)
             results = decomposed.run_decomposed(case, self.operands, backend, device)
         elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
             results = run_three_times(case, self.units, backend, device)
         else:
-            shard_results = _run_in_shards(case, self.units, backend, device)
+            shard_results = _run_partial_cases(case, self.units, backend, device)
             return [w for w, _ in shard_results], [m for _, m in shard_results]
         return results, [np.ones(r.shape, bool) for r in results]
 
@@ -129,39 +131,41 @@ def prepare_case(case: Case) -> RunnableCase:
     """
     units = generate_operands(case)
     if case.check.startswith(zero_propagation.CHECK_NAME):
-        units, _ = zero_propagation.zero_operands(case, units)
+        units, _ = zero_propagation.zero_shared_entries(case, units)
     return RunnableCase(case, units, {n: as_reference_array(a, case.specs[n]) for n, a in units.items()})
 
 
-def _run_in_shards(
+def _run_partial_cases(
     case: Case, units: Mapping[str, Array], backend: Backend, device: Device
 ) -> list[tuple[Array, Array]]:
     """Run the partial cases of a metamorphic check in turn, and return their joined results, each with a mask."""
-    parts = partial_cases(case)
+    parts = split_case(case)
     if not parts:
         raise GraphError(f"{case} cannot be cut so")
     outputs: list[list[Array]] = []
     for part in parts:
-        mine = {n: _read(a, part.reads[n], case.specs[n]) if n in part.reads else a for n, a in units.items()}
+        mine = {
+            n: _take_axis_entries(a, part.reads[n], case.specs[n]) if n in part.reads else a for n, a in units.items()
+        }
         mine |= {n: outputs[-1][r] for n, r in part.carried_results.items()}
         mine |= {n: np.zeros_like(mine[n]) for n in part.zeroed_operands}
         outputs.append(run_three_times(part.case, mine, backend, device))
     return join_results(case, parts, outputs)
 
 
-def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
+def _run_and_compare(case: Case, backend: Backend, device: Device) -> ArrayDifference:
     """Run a case on a device, and compare its results with the expected results."""
     runnable_case = prepare_case(case)
-    got, masks = runnable_case.results(backend, device)
+    got, masks = runnable_case.run_on_device(backend, device)
     if (
         case.check.startswith(zero_propagation.CHECK_NAME)
-        and (got[0][zero_propagation.zero_operands(case, runnable_case.units)[1]] != 0).any()
+        and (got[0][zero_propagation.zero_shared_entries(case, runnable_case.units)[1]] != 0).any()
     ):
-        raise _Wrong(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
-    return _compare_results(case, got, runnable_case.expected_result(backend), masks)
+        raise _WrongResult(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
+    return _compare_results(case, got, runnable_case.compute_expected_result(backend), masks)
 
 
-def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
+def _take_axis_entries(units: Array, place: AxisEntries, spec: Spec) -> Array:
     """Return the entries `place` of an operand; along an axis of quantised blocks, the whole blocks."""
     axis, entries = place
     block = spec.dtype.block if axis == len(spec.shape) - 1 else 1
@@ -170,18 +174,18 @@ def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
 
 def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, masks: list[Array]) -> ArrayDifference:
     """Compare all results within their masks; return the first failure, or else the largest difference."""
-    specs = result_specs(case)
-    budgets = expected.budgets(specs)
+    specs = infer_result_specs(case)
+    budgets = expected.compute_error_budgets(specs)
     worst = ArrayDifference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, expected.arrays, budgets, specs, masks, strict=True)):
-        difference = compare(
-            np.where(mask, accept_permitted(case, g, expected, i), want),
+        difference = compare_with_reference(
+            np.where(mask, replace_permitted_nonfinites(case, g, expected, i), want),
             want,
             budget,
             spec,
             case.op_declaration,
-            signed_zeros=case.signed_zeros,
-            any_infinity=case.any_infinity,
+            signed_zeros=case.needs_signed_zeros,
+            any_infinity=case.can_exchange_nan_and_infinity,
         )
         if difference.why:
             return replace(difference, why=f"result {i}: {difference.why}" if len(specs) > 1 else difference.why)
@@ -190,27 +194,27 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
     return worst
 
 
-def accept_permitted(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
+def replace_permitted_nonfinites(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
     """Return a result with the reference in place of each NaN or infinity that the op permits there."""
     want = expected.arrays[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
         return got
     is_nan = np.isnan(got) & ~np.isnan(want)
-    if case.nan_for_infinity and is_nan.any():
+    if case.nan_for_infinity_operands and is_nan.any():
         got = np.where(is_nan & expected.find_nan_from_infinities(result), want, got)
     is_other = np.isinf(want) & (np.isnan(got) | (got == -want))  # a factor between the two signs is 0: NaN
     if is_other.any():
-        got = np.where(is_other & expected.find_infinities_of_either_sign(result), want, got)
+        got = np.where(is_other & expected.find_infinities_with_unstable_sign(result), want, got)
     return got
 
 
-def _arithmetic(built: CaseGraph, backend: Backend) -> float:
+def _choose_operation_rounding_error(built: CaseGraph, backend: Backend) -> float:
     """Return the relative error of one operation: the float32 rounding, or a larger error that the backend declares."""
     coarse = backend.tolerance(built.node) if isinstance(backend, DeclaresTolerance) else None
     return max(F32_EPS, coarse or 0.0)
 
 
-def unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> str:
+def find_unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> str:
     """Return the reason why the backend cannot run the node of a case; the empty text if the backend can.
 
     A view is always supported, because the planner turns it into strides.
@@ -228,71 +232,73 @@ def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, de
     must give the same bits. A write outside of the results is a fault.
     """
     built = build_case_graph(case)
-    if why := unsupported_reason(built, backend, device):
-        raise _Unsupported(why)
+    if why := find_unsupported_reason(built, backend, device):
+        raise _UnsupportedCase(why)
     try:
-        device_plan = device_plan_for(built.graph, backend, device)
+        device_plan = build_verified_device_plan(built.graph, backend, device)
     except PlanError as reason:
-        raise _Wrong(f"PlanError: {reason}") from None
+        raise _WrongResult(f"PlanError: {reason}") from None
     for node in device_plan.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
         if not node.is_leaf and not REGISTRY[node.op].is_view and not backend.supports(node, device).ok:
-            raise _Unsupported(f"its layout needs {node!r}, which is not supported")
-    leaves = built.leaves(units, np.nan)
+            raise _UnsupportedCase(f"its layout needs {node!r}, which is not supported")
+    leaves = built.build_leaf_arrays(units, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guarded = GuardedProgram(device_plan, built.stored_weights(leaves))
+        guarded = GuardedProgram(device_plan, built.encode_weights(leaves))
         inputs = {n: a for n, a in leaves.items() if n not in built.weights}
-        decoys = built.leaves({n: _reverse_operands(a) if n in inputs else a for n, a in units.items()}, np.nan)
-        return _three_runs(case, built, guarded, inputs, decoys)
+        decoys = built.build_leaf_arrays(
+            {n: _reverse_elements(a) if n in inputs else a for n, a in units.items()}, np.nan
+        )
+        return _run_bound_program_three_times(case, built, guarded, inputs, decoys)
 
 
-def _reverse_operands(units: Array) -> Array:
+def _reverse_elements(units: Array) -> Array:
     """Return the elements of an array in reverse order, which are legal values, too, for a run with other inputs."""
     return np.ascontiguousarray(units.reshape(-1)[::-1]).reshape(units.shape)
 
 
-def _three_runs(
+def _run_bound_program_three_times(
     case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
 ) -> list[Array]:
     """Run a bound program three times, and return the results of the second run."""
-    guarded.poison(NAN)
-    guarded.bind(decoys)
-    _replay(guarded, "the first run")
+    guarded.poison_arena(NAN)
+    guarded.write_inputs(decoys)
+    _replay_and_check_guards(guarded, "the first run")
     guarded.poison_results(NAN)
-    guarded.bind(inputs)
-    _require_untouched(built, guarded, "the run")
-    first = guarded.outputs()
-    guarded.poison(WILD_BYTE)
-    guarded.bind(inputs)
-    _require_untouched(built, guarded, "the replay")
-    again = guarded.outputs()
+    guarded.write_inputs(inputs)
+    _replay_and_check_operands(built, guarded, "the run")
+    first = guarded.copy_outputs()
+    guarded.poison_arena(WILD_BYTE)
+    guarded.write_inputs(inputs)
+    _replay_and_check_operands(built, guarded, "the replay")
+    again = guarded.copy_outputs()
     names = [n for n in first if n.startswith(RESULT_PREFIX)]
     if any(first[n].tobytes() != again[n].tobytes() for n in names):
-        raise _Wrong("the replay of the same inputs over other leftovers gives other bits")
+        raise _WrongResult("the replay of the same inputs over other leftovers gives other bits")
     numbers = guarded.decode_outputs({n: first[n] for n in names})
     return [numbers[n] for n in names]
 
 
-def _require_untouched(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
+def _replay_and_check_operands(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
     """Replay the program, and raise `_WrongResult` if it changed a guard zone or an operand that is alive."""
-    before = guarded.leaf_bytes(guarded.arena_bytes())
-    _replay(guarded, when)
-    after = guarded.leaf_bytes(guarded.arena_bytes())
+    before = guarded.read_leaf_bytes(guarded.copy_arena())
+    _replay_and_check_guards(guarded, when)
+    after = guarded.read_leaf_bytes(guarded.copy_arena())
     for name, old_bytes in before.items():
         if f"{LIVE_LEAF_PREFIX}{name}" in guarded.program.outputs and after[name] != old_bytes:
-            raise _Wrong(f"{when} changed its operand {name}")
+            raise _WrongResult(f"{when} changed its operand {name}")
 
 
-def _replay(guarded: GuardedProgram, when: str) -> None:
+def _replay_and_check_guards(guarded: GuardedProgram, when: str) -> None:
     """Replay the program once, and raise `_WrongResult` if it wrote to a guard zone."""
     guarded.replay()
-    if stray := guarded.find_stray_write(guarded.arena_bytes()):
-        raise _Wrong(f"in {when}, {stray}")
+    if stray := guarded.find_stray_write(guarded.copy_arena()):
+        raise _WrongResult(f"in {when}, {stray}")
 
 
-def is_aliased(case: Case, backend: Backend, device: Device) -> bool:
+def has_aliased_result(case: Case, backend: Backend, device: Device) -> bool:
     """Return whether the planner gave a result the memory of its in-place operand."""
-    program = device_plan_for(build_case_graph(case).graph, backend, device).program
+    program = build_verified_device_plan(build_case_graph(case).graph, backend, device).program
     pairs = case.op_declaration.inplace_pairs(case.attributes_with_defaults)
     places = {f"{RESULT_PREFIX}{r}": n for r, n in pairs if n in program.inputs}
     return any(

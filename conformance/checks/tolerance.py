@@ -48,22 +48,22 @@ class ErrorBudget:
     arithmetic: Array
 
     @property
-    def element(self) -> Array:
+    def max_element_error(self) -> Array:
         """The maximum error of each element."""
         return self.rounding + ELEMENT_FACTOR * self.arithmetic
 
     @property
-    def row(self) -> Array:
+    def max_row_rms_error(self) -> Array:
         """The maximum root mean square (RMS) error of a row, as one share for each element."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 
-def term_count(case: Case) -> int:
+def count_terms_per_element(case: Case) -> int:
     """Return the number of terms that are summed or combined in one element of a result, at least 1."""
     signature = case.op_declaration.signature_for(case.attributes_with_defaults)
     alone = (DimensionRole.PARALLEL, DimensionRole.INDEXED)
-    summed = {f for d in signature.dims if d.role not in alone for f in d.factors}
-    sizes = case.sizes
+    summed = {f for d in signature.operand_dims if d.role not in alone for f in d.factors}
+    sizes = case.dimension_sizes
     count = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in summed)
     for operand in signature.operands:
         if operand.leading is LeadingAxes.CONTRACTED and operand.name in case.specs:
@@ -86,19 +86,19 @@ class ExpectedResult:
             operands,
         )
         self.arithmetic = arithmetic
-        self.count = term_count(case)
+        self.count = count_terms_per_element(case)
         # Equal addends are rounded the same way each time, so that their errors add up instead of averaging out.
         equal = case.inputs == "constant" or case.layout == "broadcast"
         self.growth = 1.0 + (self.count / 16.0 if equal else math.sqrt(self.count) / 8.0)
-        self.arrays = self._run(operands, self.attrs)
+        self.arrays = self._run_reference(operands, self.attrs)
 
-    def _run(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
+    def _run_reference(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
         """Run the reference without warnings about NaN and infinities."""
         count = len(self.op.signature_for(attrs).operands)
         with np.errstate(all="ignore"):
             return self.op.run_reference([operands.get(n) for n in self.op.operand_names[:count]], attrs)
 
-    def budgets(self, specs: Sequence[Spec]) -> list[ErrorBudget]:
+    def compute_error_budgets(self, specs: Sequence[Spec]) -> list[ErrorBudget]:
         """Compute the error budget of each result; 0 if the result has to be exact.
 
         Args:
@@ -107,16 +107,18 @@ class ExpectedResult:
         nothing = [ErrorBudget(np.zeros(w.shape), np.zeros(w.shape)) for w in self.arrays]
         if self.op.compare != "close" or all(s.dtype.is_integer for s in specs):
             return nothing
-        moved = self._perturbation_errors()
+        moved = self._compute_perturbation_errors()
         budgets = []
         for i, (want, spec) in enumerate(zip(self.arrays, specs, strict=True)):
             if spec.dtype.is_integer:
                 budgets.append(nothing[i])
                 continue
             size = np.where(np.isfinite(want), np.abs(want), 0.0)
-            unit = self.arithmetic * self.growth * size + self.growth * self._spread_over_rows(moved[i], i)
-            rounding = 0.51 * eps_of(spec.dtype) * size + SUBNORMAL_STEP.get(spec.dtype, F32_SUBNORMAL_STEP)
-            budgets.append(ErrorBudget(rounding, unit + self._floor()))
+            unit = self.arithmetic * self.growth * size + self.growth * self._raise_to_row_rms(moved[i], i)
+            rounding = 0.51 * find_machine_epsilon(spec.dtype) * size + SUBNORMAL_STEP.get(
+                spec.dtype, F32_SUBNORMAL_STEP
+            )
+            budgets.append(ErrorBudget(rounding, unit + self._compute_underflow_error()))
         return budgets
 
     def find_nan_from_infinities(self, result: int) -> Array:
@@ -125,60 +127,66 @@ class ExpectedResult:
         Args:
             result: index of the result.
         """
-        names = self.case.nan_for_infinity
+        names = self.case.nan_for_infinity_operands
         damaged = {n: np.where(np.isinf(a), np.nan, a) if n in names else a for n, a in self.operands.items()}
-        return np.asarray(np.isnan(self._run(damaged, self.attrs)[result]))
+        return np.asarray(np.isnan(self._run_reference(damaged, self.attrs)[result]))
 
-    def find_infinities_of_either_sign(self, result: int) -> Array:
+    def find_infinities_with_unstable_sign(self, result: int) -> Array:
         """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
             moved = {
-                n: a * (1.0 + self.arithmetic * _shifts(a.shape, rng)) if a.dtype.kind == "f" else a
+                n: a * (1.0 + self.arithmetic * _draw_perturbations(a.shape, rng)) if a.dtype.kind == "f" else a
                 for n, a in self.operands.items()
             }
-            found |= np.isinf(want) & (self._run(moved, self.attrs)[result] == -want)
+            found |= np.isinf(want) & (self._run_reference(moved, self.attrs)[result] == -want)
         return found
 
-    def _floor(self) -> float:
+    def _compute_underflow_error(self) -> float:
         """Compute the error from an intermediate number that underflows and is then multiplied by operands.
 
         If subnormal numbers must be kept, the error is the rounding of a subnormal number.
         """
-        lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else MIN_NORMAL)
+        lost = self.growth * (F32_SUBNORMAL_STEP if self._needs_subnormals() else MIN_NORMAL)
         for array in self.operands.values():
             if array.dtype.kind == "f" and array.size:
                 size = np.abs(array[np.isfinite(array)])
                 lost *= max(1.0, float(size.max(initial=0.0)))
         return min(lost, 1e-20)
 
-    def _is_gradual(self) -> bool:
+    def _needs_subnormals(self) -> bool:
         """Return whether operands have subnormal numbers that the op must not flush to zero."""
-        return self.case.signed_zeros and self.case.inputs in ("denormal", "special")
+        return self.case.needs_signed_zeros and self.case.inputs in ("denormal", "special")
 
-    def _perturbation_errors(self) -> list[Array]:
+    def _compute_perturbation_errors(self) -> list[Array]:
         """Compute the sum of the changes of each result if each operand and the attributes are perturbed."""
         total = [np.zeros(w.shape) for w in self.arrays]
         rng = np.random.default_rng(0)
         eps = self.arithmetic
         floats = {n: a for n, a in self.operands.items() if a.dtype.kind == "f"}
-        if self._contracts():
-            magnitudes = self._run({n: np.abs(a) if n in floats else a for n, a in self.operands.items()}, self.attrs)
+        if self._has_contracted_axes():
+            magnitudes = self._run_reference(
+                {n: np.abs(a) if n in floats else a for n, a in self.operands.items()}, self.attrs
+            )
             return [eps * np.abs(np.nan_to_num(m)) for m in magnitudes]
         for name, array in floats.items():
             # Twice, and of different sizes, so that no row is moved by one common factor, which a norm ignores.
-            moved = [{**self.operands, name: array * (1.0 + eps * _shifts(array.shape, rng))} for _ in range(2)]
-            self._add_change(total, moved if self.count > 1 else moved[:1], self.attrs)
-        if self.case.inputs == "denormal" and not self._is_gradual():
+            moved = [
+                {**self.operands, name: array * (1.0 + eps * _draw_perturbations(array.shape, rng))} for _ in range(2)
+            ]
+            self._add_largest_change(total, moved if self.count > 1 else moved[:1], self.attrs)
+        if self.case.inputs == "denormal" and not self._needs_subnormals():
             flushed = {n: np.where(np.abs(a) < MIN_NORMAL, 0.0, a) for n, a in floats.items()}
-            self._add_change(total, [{**self.operands, **flushed}], self.attrs)
+            self._add_largest_change(total, [{**self.operands, **flushed}], self.attrs)
         nudged = {k: v * (1.0 + eps) if isinstance(v, float) and math.isfinite(v) else v for k, v in self.attrs.items()}
         if nudged != dict(self.attrs):
-            self._add_change(total, [self.operands], nudged)
+            self._add_largest_change(total, [self.operands], nudged)
         return total
 
-    def _add_change(self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]) -> None:
+    def _add_largest_change(
+        self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]
+    ) -> None:
         """Add to `total` the largest change of each result over runs with perturbed operands.
 
         Args:
@@ -188,39 +196,39 @@ class ExpectedResult:
         """
         changes = [np.zeros(w.shape) for w in self.arrays]
         for operands in moved:
-            for i, (new, old) in enumerate(zip(self._run(operands, attrs), self.arrays, strict=True)):
+            for i, (new, old) in enumerate(zip(self._run_reference(operands, attrs), self.arrays, strict=True)):
                 with np.errstate(all="ignore"):
                     change = np.abs(new.astype(np.float64) - old) if new.shape == old.shape else changes[i]
                 changes[i] = np.maximum(changes[i], np.where(np.isfinite(change), change, 0.0))
         for mine, change in zip(total, changes, strict=True):
             mine += change
 
-    def _contracts(self) -> bool:
+    def _has_contracted_axes(self) -> bool:
         """Return whether the signature has contracted dimensions or contracted leading axes."""
         signature = self.op.signature_for(self.attrs)
-        return any(d.role is DimensionRole.CONTRACTED for d in signature.dims) or any(
+        return any(d.role is DimensionRole.CONTRACTED for d in signature.operand_dims) or any(
             o.leading is LeadingAxes.CONTRACTED for o in signature.operands
         )
 
-    def _spread_over_rows(self, change: Array, result: int) -> Array:
+    def _raise_to_row_rms(self, change: Array, result: int) -> Array:
         """Raise changes to their root mean square (RMS) over the axes within which elements depend on each other.
 
         Larger changes stay. The axes are the last axis and the coupled axes of the signature.
         """
-        if self._contracts() or self.count == 1 or not change.ndim or not change.size:
+        if self._has_contracted_axes() or self.count == 1 or not change.ndim or not change.size:
             return change
         signature = self.op.signature_for(self.attrs)
-        coupled = {f for d in signature.dims if d.role is DimensionRole.COUPLED for f in d.factors}
+        coupled = {f for d in signature.operand_dims if d.role is DimensionRole.COUPLED for f in d.factors}
         dims = signature.results[result].dims
         axes = {i - len(dims) for i, d in enumerate(dims) if coupled & set(d.factors)} | {-1}
         return np.maximum(change, np.sqrt(np.mean(change * change, axis=tuple(axes), keepdims=True)))
 
 
-def _shifts(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def _draw_perturbations(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """Draw random perturbations of 0.5 to 1.5 roundings, up or down."""
     return rng.choice(np.array([-1.0, 1.0]), shape) * rng.uniform(0.5, 1.5, shape)
 
 
-def eps_of(dtype: DType) -> float:
+def find_machine_epsilon(dtype: DType) -> float:
     """Return the machine epsilon of a float dtype: the distance from 1 to the next number."""
     return {DType.F16: 2.0**-10, DType.BF16: 2.0**-7}.get(dtype, F32_EPS)

@@ -14,7 +14,7 @@ from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> list[LaunchCounters]:
+def collect_launch_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> list[LaunchCounters]:
     """Run cases in the emulator, and return the memory access counters of each kernel launch.
 
     Args:
@@ -26,7 +26,7 @@ def collect_counters(texts: Iterable[str], limits: Limits = LARGEST_LIMITS) -> l
     """
     driver = CountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
     for text in texts:
-        _run(text, DriverBackend(driver))
+        _run_in_emulator(text, DriverBackend(driver))
     return list(driver.counters.values())
 
 
@@ -42,12 +42,12 @@ def find_races(texts: Iterable[str]) -> list[str]:
     lines = []
     for text in texts:
         driver = AccessLogDriver()
-        _run(text, AccessLogBackend(driver))
+        _run_in_emulator(text, AccessLogBackend(driver))
         lines += [f"{text}: {pair}" for pair in list_races(driver.take_log(), driver.memory)]
     return lines
 
 
-def _run(text: str, backend: DriverBackend) -> None:
+def _run_in_emulator(text: str, backend: DriverBackend) -> None:
     """Run one case on an emulated device, and raise `BackendError` if its result is wrong."""
     result = run_case(parse_test_case(text), backend, backend.device(0))
     if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):

@@ -32,9 +32,9 @@ class ExpectedFailures:
         """Return whether a line matches the text of a case."""
         return any(fnmatchcase(text, p) for p in self.patterns)
 
-    def apply_expectation(self, result: Result) -> Result:
+    def mark_expected_outcome(self, result: Result) -> Result:
         """Mark a listed failing case as xfail and a listed passing case as failure; return other results unchanged."""
-        if not self.expects(result.case.text):
+        if not self.expects(result.case.text_without_seed):
             return result
         if result.outcome is Outcome.FAIL:
             return replace(result, outcome=Outcome.XFAIL)
@@ -44,7 +44,7 @@ class ExpectedFailures:
         return result
 
 
-def read_expected(path: Path) -> ExpectedFailures:
+def read_expected_failures(path: Path) -> ExpectedFailures:
     """Read the file of expected failures of a backend.
 
     Raises:
@@ -56,7 +56,7 @@ def read_expected(path: Path) -> ExpectedFailures:
         raise BackendError(f"cannot read the expected failures in {path}: {why.strerror}") from None
 
 
-def apply_requirement(results: Iterable[Result], tier: str) -> Iterable[Result]:
+def fail_required_unsupported(results: Iterable[Result], tier: str) -> Iterable[Result]:
     """Yield the results, with unsupported cases of required ops as failures.
 
     Args:

@@ -50,7 +50,7 @@ class OpFailures:
     passed_count: int
     traits: tuple[FailureTrait, ...]
 
-    def sentences(self) -> Iterator[str]:
+    def describe_failures(self) -> Iterator[str]:
         """Yield sentences about the failures: their number, then each distinguishing trait with its counts."""
         count = len(self.results)
         yield f"{count} of {count + self.passed_count} cases that ran fail"
@@ -59,29 +59,29 @@ class OpFailures:
             yield f"{failing} that fail and {passing} that pass: {trait.text}"
 
 
-def group_failures(results: Iterable[Result]) -> list[OpFailures]:
+def group_failures_by_op(results: Iterable[Result]) -> list[OpFailures]:
     """Group failing results by op, in the order of the results, each op with its distinguishing traits."""
     by_op: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_op[result.case.op].append(result)
     groups = []
     for op, of_op in by_op.items():
-        bad = sorted((r for r in of_op if r.outcome is Outcome.FAIL), key=lambda r: simplicity(r.case))
+        bad = sorted((r for r in of_op if r.outcome is Outcome.FAIL), key=lambda r: compute_simplicity_key(r.case))
         good = [r.case for r in of_op if r.outcome is Outcome.PASS]
         if bad:
             groups.append(
-                OpFailures(op, tuple(bad), len(good), tuple(distinguishing_traits([r.case for r in bad], good)))
+                OpFailures(op, tuple(bad), len(good), tuple(find_distinguishing_traits([r.case for r in bad], good)))
             )
     return groups
 
 
-def simplicity(case: Case) -> tuple[int, ...]:
+def compute_simplicity_key(case: Case) -> tuple[int, ...]:
     """Return the sort key of a failing case: fewest elements first, then the simplest check, layout and input kind."""
     plain = (case.check != "reference", LAYOUTS.index(case.layout), INPUTS.index(case.inputs))
-    return (sum(s.size for _, s in case.operands), *plain, len(case.point))
+    return (sum(s.size for _, s in case.operands), *plain, len(case.sample_text))
 
 
-def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
+def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
     """Find the traits with the largest contrast between failing and passing cases, largest first.
 
     The contrast of a trait is its fraction of the failing cases minus its fraction of the passing cases. Of several
@@ -95,9 +95,9 @@ def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[Fai
         return []
     having: dict[str, list[int]] = defaultdict(list)
     for number, case in enumerate(bad):
-        for text in traits(case):
+        for text in describe_case_traits(case):
             having[text].append(number)
-    passing = Counter(text for case in good for text in traits(case))
+    passing = Counter(text for case in good for text in describe_case_traits(case))
     contrast = {text: len(numbers) / len(bad) - passing[text] / len(good) for text, numbers in having.items()}
     chosen: dict[tuple[int, ...], FailureTrait] = {}
     threshold = max(MIN_TRAIT_CONTRAST, max(contrast.values()) / 2)
@@ -107,7 +107,7 @@ def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[Fai
     return list(chosen.values())[:MAX_TRAITS]
 
 
-def traits(case: Case) -> Iterator[str]:
+def describe_case_traits(case: Case) -> Iterator[str]:
     """Yield the traits of a case as text: facts about its operands, dimensions, attributes and settings."""
     op, attrs, specs = case.op_declaration, case.attributes_with_defaults, case.specs
     operands = op.signature_for(attrs).operands
@@ -130,15 +130,15 @@ def traits(case: Case) -> Iterator[str]:
         if not spec.size:
             yield f"`{operand.name}` has no elements"
     yield from (f"{name} is {format_attribute(value)}" for name, value in attrs.items())
-    for name, size in case.sizes.items():
+    for name, size in case.dimension_sizes.items():
         if name not in attrs:
-            yield from (f"dimension {name} {words}" for words in _size_traits(size))
+            yield from (f"dimension {name} {words}" for words in _describe_size_traits(size))
     yield f"layout is {case.layout}"
     yield f"inputs are {case.inputs}"
     yield f"check is {case.check}"
 
 
-def _size_traits(size: int) -> Iterator[str]:
+def _describe_size_traits(size: int) -> Iterator[str]:
     """Yield the traits of a dimension size as text."""
     yield "is 1" if size == 1 else "is not 1"
     if size % 8:

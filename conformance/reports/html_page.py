@@ -11,18 +11,18 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ..checks.run_case import Outcome, Result
-from .failure_traits import OpFailures, group_failures
+from .failure_traits import OpFailures, group_failures_by_op
 from .text_report import (
     CELLS,
     COLUMNS,
     OUTCOME_MEANINGS,
     SIGNS,
-    cell_text,
-    format_total,
-    ranked_rows,
-    reproduce,
-    unsupported_lines,
-    worst_outcome,
+    describe_unsupported_ops,
+    find_worst_outcome,
+    format_outcome_cell,
+    format_reproduction_command,
+    format_run_total,
+    rank_matrix_rows,
 )
 
 STYLE = (
@@ -36,68 +36,68 @@ MAX_OPEN_CASES = 10
 """Failing cases of an op that are visible at once; the other cases unfold, since hundreds would hide the next op."""
 
 
-def html_page(results: Sequence[Result], backend: str) -> str:
+def format_html_report(results: Sequence[Result], backend: str) -> str:
     """Return the report of a run as an HTML page."""
-    title, groups = f"hocket conformance: {html.escape(backend)}", group_failures(results)
+    title, groups = f"hocket conformance: {html.escape(backend)}", group_failures_by_op(results)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
-        f"<h1>{title}</h1><p>{html.escape(format_total(results, backend))}.</p>",
-        f"<h2>Legend</h2><table>{''.join(_legend())}</table><p>{html.escape(CELLS)}</p>",
-        *(f"<p>{html.escape(line)}</p>" for line in unsupported_lines(results)),
+        f"<h1>{title}</h1><p>{html.escape(format_run_total(results, backend))}.</p>",
+        f"<h2>Legend</h2><table>{''.join(_format_legend_rows())}</table><p>{html.escape(CELLS)}</p>",
+        *(f"<p>{html.escape(line)}</p>" for line in describe_unsupported_ops(results)),
         f"<h2>Failures</h2>{'' if groups else '<p>None.</p>'}",
-        *chain.from_iterable(_failures(group, backend) for group in groups),
-        f"<h2>Every op</h2><table>{''.join(_matrix(results))}</table></html>",
+        *chain.from_iterable(_format_op_failures(group, backend) for group in groups),
+        f"<h2>Every op</h2><table>{''.join(_format_matrix_rows(results))}</table></html>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _legend() -> Iterator[str]:
+def _format_legend_rows() -> Iterator[str]:
     """Yield the table rows that explain the signs of outcomes."""
     for outcome, sign in SIGNS.items():
         meaning = html.escape(OUTCOME_MEANINGS[outcome])
-        yield f"<tr><td class={_class(outcome)}>{sign}</td><td>{outcome}</td><td>{meaning}</td></tr>"
+        yield f"<tr><td class={_choose_css_class(outcome)}>{sign}</td><td>{outcome}</td><td>{meaning}</td></tr>"
 
 
-def _failures(group: OpFailures, backend: str) -> Iterator[str]:
+def _format_op_failures(group: OpFailures, backend: str) -> Iterator[str]:
     """Yield the lines about the failures of one op; the first case of each matrix cell has an anchor."""
     yield f'<h3 id="{group.op}">{group.op}</h3><ul>'
-    yield from (f"<li>{html.escape(sentence)}</li>" for sentence in group.sentences())
+    yield from (f"<li>{html.escape(sentence)}</li>" for sentence in group.describe_failures())
     yield "</ul>"
     items, led = [], set()
     for result in group.results:
-        place = _place(group.op, result.case.dtypes, result.case.column)
+        place = _make_cell_anchor(group.op, result.case.dtype_names, result.case.report_layout)
         mark = "" if place in led else f' id="{html.escape(place)}"'
         led.add(place)
-        line = html.escape(reproduce(result, backend))
+        line = html.escape(format_reproduction_command(result, backend))
         items.append(f"<dt{mark}><code>{line}</code></dt><dd>{html.escape(result.why)}</dd>")
     yield f"<dl>{''.join(items[:MAX_OPEN_CASES])}</dl>"
     if rest := items[MAX_OPEN_CASES:]:
         yield f"<details><summary>{len(rest)} more</summary><dl>{''.join(rest)}</dl></details>"
 
 
-def _matrix(results: Sequence[Result]) -> Iterator[str]:
+def _format_matrix_rows(results: Sequence[Result]) -> Iterator[str]:
     """Yield the rows of the matrix of outcomes by op, dtypes and layout."""
     yield f"<thead><tr>{''.join(f'<th>{c}</th>' for c in ('op', 'dtype', *COLUMNS))}</tr></thead>"
-    for (op, dtype), row in ranked_rows(results):
-        cells = "".join(_cell(row.get(c), _place(op, dtype, c)) for c in COLUMNS)
+    for (op, dtype), row in rank_matrix_rows(results):
+        cells = "".join(_format_matrix_cell(row.get(c), _make_cell_anchor(op, dtype, c)) for c in COLUMNS)
         yield f"<tr><td>{html.escape(op)}</td><td>{html.escape(dtype)}</td>{cells}</tr>"
 
 
-def _cell(cell: Counter[Outcome] | None, place: str) -> str:
+def _format_matrix_cell(cell: Counter[Outcome] | None, place: str) -> str:
     """Return a cell of the matrix as HTML, with a link to the first failure."""
     if not cell:
         return "<td></td>"
-    worst, text = worst_outcome(cell), html.escape(cell_text(cell))
+    worst, text = find_worst_outcome(cell), html.escape(format_outcome_cell(cell))
     if worst is Outcome.FAIL:
         text = f'<a href="#{html.escape(place)}">{text}</a>'
-    return f"<td class={_class(worst)}>{text}</td>"
+    return f"<td class={_choose_css_class(worst)}>{text}</td>"
 
 
-def _class(outcome: Outcome) -> str:
+def _choose_css_class(outcome: Outcome) -> str:
     """Return the CSS class of an outcome."""
     return outcome.value.split()[0]
 
 
-def _place(op: str, dtypes: str, column: str) -> str:
+def _make_cell_anchor(op: str, dtypes: str, column: str) -> str:
     """Return the anchor name of a matrix cell within the page."""
     return f"{op}-{dtypes}-{column}".replace("/", "-")

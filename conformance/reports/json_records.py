@@ -14,18 +14,18 @@ import numpy as np
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.storage.files import replacing
-from ..cases.inputs import NoReference, as_stored
+from ..cases.inputs import NoReference, as_stored_weight
 from ..checks.run_case import Outcome, Result, prepare_case
 
 
-def result_record(result: Result, backend: str) -> dict[str, object]:
+def make_result_record(result: Result, backend: str) -> dict[str, object]:
     """Return one result as a dictionary of plain data for JSON."""
     difference = result.difference
     return {
         "case": str(result.case),
         "op": result.case.op,
-        "dtypes": result.case.dtypes,
-        "layout": result.case.column,
+        "dtypes": result.case.dtype_names,
+        "layout": result.case.report_layout,
         "inputs": result.case.inputs,
         "check": result.case.check,
         "backend": backend,
@@ -39,9 +39,9 @@ def result_record(result: Result, backend: str) -> dict[str, object]:
     }
 
 
-def json_lines(results: Iterable[Result], backend: str) -> str:
+def format_json_lines(results: Iterable[Result], backend: str) -> str:
     """Return results as JSON, one line each."""
-    return "".join(json.dumps(result_record(r, backend), ensure_ascii=False) + "\n" for r in results)
+    return "".join(json.dumps(make_result_record(r, backend), ensure_ascii=False) + "\n" for r in results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class OutcomeChange:
     after: str
 
 
-def read_records(path: Path) -> dict[str, dict[str, object]]:
+def read_report_records(path: Path) -> dict[str, dict[str, object]]:
     """Read a JSON report, and return its records by case.
 
     Raises:
@@ -71,7 +71,7 @@ def read_records(path: Path) -> dict[str, dict[str, object]]:
         raise BackendError(f"{path} is no report; make one with --json {path}") from None
 
 
-def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeChange]:
+def compare_reports(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeChange]:
     """Compare two JSON reports, and return the cases that changed.
 
     Changes are other outcomes, new and missing cases, and errors that differ by more than a factor.
@@ -84,12 +84,12 @@ def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeCh
     Raises:
         BackendError: a file is no report, or cannot be read.
     """
-    before, after = read_records(one), read_records(two)
+    before, after = read_report_records(one), read_report_records(two)
     changes = []
     for case in dict.fromkeys((*before, *after)):
         a, b = before.get(case), after.get(case)
         if a is None or b is None or a["outcome"] != b["outcome"]:
-            changes.append(OutcomeChange(case, _outcome(a), _outcome(b)))
+            changes.append(OutcomeChange(case, _read_record_outcome(a), _read_record_outcome(b)))
             continue
         old, new = float(str(a["ulp"])), float(str(b["ulp"]))
         if max(old, new) > 1.0 and max(old, new) > factor * min(old, new):
@@ -97,12 +97,12 @@ def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeCh
     return changes
 
 
-def _outcome(row: dict[str, object] | None) -> str:
+def _read_record_outcome(row: dict[str, object] | None) -> str:
     """Return the outcome of a record, or ``absent``."""
     return "absent" if row is None else str(row["outcome"])
 
 
-def save_failure(result: Result, folder: Path, backend: Backend, device: Device) -> Path:
+def save_failure_arrays(result: Result, folder: Path, backend: Backend, device: Device) -> Path:
     """Write the arrays of a failing case to the file ``<op>-<number>.npz`` in `folder`, and return the path.
 
     The file has these entries, if they are available:
@@ -118,15 +118,17 @@ def save_failure(result: Result, folder: Path, backend: Backend, device: Device)
     arrays = {"case": np.array(str(case)), "why": np.array(result.why)}
     with suppress(NoReference, NotImplementedError):
         runnable_case = prepare_case(case)
-        arrays |= {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in runnable_case.units.items()}
-        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(runnable_case.expected_result(backend).arrays)}
+        arrays |= {f"operand_{n}": as_stored_weight(a, case.specs[n]) for n, a in runnable_case.units.items()}
+        arrays |= {
+            f"expected_{n}": np.asarray(w) for n, w in enumerate(runnable_case.compute_expected_result(backend).arrays)
+        }
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
-            arrays |= {f"got_{n}": g for n, g in enumerate(runnable_case.results(backend, device)[0])}
+            arrays |= {f"got_{n}": g for n, g in enumerate(runnable_case.run_on_device(backend, device)[0])}
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
     return path
 
 
-def failed_results(results: Sequence[Result]) -> list[Result]:
+def select_failed_results(results: Sequence[Result]) -> list[Result]:
     """Return the failing results."""
     return [r for r in results if r.outcome is Outcome.FAIL]

@@ -22,9 +22,9 @@ from ...ops.elementwise.binary import cont
 from ...ops.matrix.matmul import mul_mat
 from ...scheduler import Lane
 from ..cases.case import Case, make_case
-from ..cases.grow_shapes import Point, grow_points, is_legal, rebuild_point, sizes_of
+from ..cases.grow_shapes import Point, grow_cases_from_samples, is_legal_point, resize_point, resolve_point_sizes
 from ..cases.inputs import generate_operands
-from ..checks.case_graph import build_case_graph, device_plan_for
+from ..checks.case_graph import build_case_graph, build_verified_device_plan
 from ..checks.guarded_memory import GuardedProgram
 
 MAX_COPY_BYTES = 1 << 30
@@ -51,25 +51,25 @@ class MeasuredLimits:
     """
 
     def __init__(self, backend: Backend, device: Device) -> None:
-        self._measure = lambda case: measure(case, backend, device)
+        self._measure = lambda case: measure_op_speed(case, backend, device)
         copy = make_case(cont, {"x": Spec((1 << 24,))})
         read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
-        self.bandwidth = max(self._measure(case).bandwidth for case in (copy, read))
+        self.bandwidth = max(self._measure(case).bytes_per_second for case in (copy, read))
         self._flops: dict[str, float] = {}
 
-    def flops(self, dtype: str) -> float:
+    def measure_flops_per_second(self, dtype: str) -> float:
         """Measure the operations per second of a large matrix product with weights of `dtype`, once per dtype."""
         if dtype not in self._flops:
             w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
-            self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).throughput
+            self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).flops_per_second
         return self._flops[dtype]
 
-    def flops_for(self, case: Case) -> float:
+    def measure_case_flops_per_second(self, case: Case) -> float:
         """Return the operations per second that a case could reach, measured on a matrix product.
 
         For a product, the weights have the dtype of the weights of the case; for other ops float32.
         """
-        return self.flops(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
+        return self.measure_flops_per_second(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +81,39 @@ class OpSpeed:
     """
 
     case: Case
-    median: float
-    spread: float
+    median_seconds: float
+    interquartile_seconds: float
     nbytes: int
     flops: int
     cold: bool
 
     @property
-    def bandwidth(self) -> float:
+    def bytes_per_second(self) -> float:
         """Bytes per second."""
-        return self.nbytes / self.median
+        return self.nbytes / self.median_seconds
 
     @property
-    def throughput(self) -> float:
+    def flops_per_second(self) -> float:
         """Floating-point operations per second."""
-        return self.flops / self.median
+        return self.flops / self.median_seconds
 
-    def share(self, limits: MeasuredLimits) -> float:
+    def compute_fraction_of_limit(self, limits: MeasuredLimits) -> float:
         """Return the reached fraction of the measured limits: of bytes or of operations, the larger one."""
-        return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops_for(self.case))
+        return max(
+            self.bytes_per_second / limits.bandwidth,
+            self.flops_per_second / limits.measure_case_flops_per_second(self.case),
+        )
 
-    def line(self, limits: MeasuredLimits) -> str:
+    def format_line(self, limits: MeasuredLimits) -> str:
         """Return the measurement as one line of text."""
         return (
-            f"{self.median * 1e6:10.1f} us ±{self.spread * 1e6:8.1f}  {self.bandwidth / 1e9:8.2f} GB/s  "
-            f"{self.throughput / 1e9:9.2f} GFLOP/s  {self.share(limits):5.0%}  {'cold' if self.cold else 'warm'}  "
-            f"{self.case}"
+            f"{self.median_seconds * 1e6:10.1f} us ±{self.interquartile_seconds * 1e6:8.1f}  "
+            f"{self.bytes_per_second / 1e9:8.2f} GB/s  {self.flops_per_second / 1e9:9.2f} GFLOP/s  "
+            f"{self.compute_fraction_of_limit(limits):5.0%}  {'cold' if self.cold else 'warm'}  {self.case}"
         )
 
 
-def last_level_cache() -> int:
+def read_last_level_cache_bytes() -> int:
     """Return the bytes of the largest processor cache, at least 32 MiB, as Linux reports them."""
     sizes = [32 << 20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
@@ -121,7 +124,7 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
+def measure_op_speed(case: Case, backend: Backend, device: Device) -> OpSpeed:
     """Measure the seconds of runs of a case on a device with cold buffers.
 
     Raises:
@@ -131,14 +134,14 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
     if not support.ok:
         raise BackendError(f"{case} cannot run on {device}: {support.reason}")
     built = build_case_graph(case)
-    device_plan = device_plan_for(built.graph, backend, device)
+    device_plan = build_verified_device_plan(built.graph, backend, device)
     size = max(1, sum(device_plan.memory().values()))
-    cache = last_level_cache()
+    cache = read_last_level_cache_bytes()
     copies = max(1, min(MAX_COPIES, MAX_COPY_BYTES // size, -(-2 * cache // size)))
     units = generate_operands(case)
-    leaves = built.leaves(units, 0.0)
-    runs = [_bind_case(device_plan, built.stored_weights(leaves), leaves) for _ in range(copies)]
-    seconds = _times(runs)
+    leaves = built.build_leaf_arrays(units, 0.0)
+    runs = [_bind_plan_to_case(device_plan, built.encode_weights(leaves), leaves) for _ in range(copies)]
+    seconds = _measure_run_seconds(runs)
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.op_declaration
     return OpSpeed(
@@ -151,15 +154,15 @@ def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
     )
 
 
-def _bind_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+def _bind_plan_to_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
     """Bind a plan to new memory with the data of a case, and return a function that runs the plan once."""
     guarded = GuardedProgram(device_plan, weights)
-    guarded.poison(0)
-    guarded.bind({n: leaves[n] for n in guarded.program.inputs})
+    guarded.poison_arena(0)
+    guarded.write_inputs({n: leaves[n] for n in guarded.program.inputs})
     return lambda: guarded.replay()  # the closure keeps the memory alive
 
 
-def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
+def _measure_run_seconds(runs: Sequence[Callable[[], None]]) -> list[float]:
     """Measure the seconds of each single run; the copies run in turn.
 
     Args:
@@ -177,12 +180,12 @@ def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
     return times
 
 
-def perf_cases(op: Op[Any]) -> list[Case]:
+def generate_speed_cases(op: Op[Any]) -> list[Case]:
     """Return one large case for each combination of operand dtypes of an op."""
     samples: dict[str, Case] = {}
-    for case in grow_points(op):
-        if case.dtypes not in samples and all(s.size > 1 for _, s in case.operands):
-            samples[case.dtypes] = case
+    for case in grow_cases_from_samples(op):
+        if case.dtype_names not in samples and all(s.size > 1 for _, s in case.operands):
+            samples[case.dtype_names] = case
     return [_enlarge_case(op, case) for case in samples.values()]
 
 
@@ -192,18 +195,18 @@ def _enlarge_case(op: Op[Any], case: Case) -> Case:
     growing = True
     while growing:
         growing = False
-        known = sizes_of(op, parts)
+        known = resolve_point_sizes(op, parts)
         assert known is not None
         named, leading = dict(known[1].by_name), known[1].leading
         steps = [({**named, n: 2 * size}, leading) for n, size in named.items() if n != op.sequential and size > 1]
         if not steps and leading:
             steps = [(named, (2 * leading[0], *leading[1:]))]
         for changed, ahead in steps:
-            now = sizes_of(op, parts)
+            now = resolve_point_sizes(op, parts)
             assert now is not None
             # One dimension after the other; each step starts from the result of the step before.
             merged = {n: max(size, now[1].by_name[n]) for n, size in changed.items()}
-            grown = rebuild_point(op, parts, merged, ahead)
-            if is_legal(op, grown, MAX_ELEMENTS):
+            grown = resize_point(op, parts, merged, ahead)
+            if is_legal_point(op, grown, MAX_ELEMENTS):
                 parts, growing = grown, True
     return make_case(op, parts)

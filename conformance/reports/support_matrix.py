@@ -13,9 +13,9 @@ from ...backends.capabilities import STAND_IN, ListsKernels
 from ...graph.errors import HocketError
 from ...ops import REGISTRY
 from ..cases.case import Case
-from ..cases.grow_shapes import grow_points
-from ..checks.case_graph import build_case_graph, device_plan_for
-from ..checks.run_case import unsupported_reason
+from ..cases.grow_shapes import grow_cases_from_samples
+from ..checks.case_graph import build_case_graph, build_verified_device_plan
+from ..checks.run_case import find_unsupported_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class SupportRow:
     support: Mapping[str, Mapping[str, str]]
     stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def cell(self, device: str) -> str:
+    def format_cell(self, device: str) -> str:
         """Return the matrix cell of a device: ``all``, ``none`` or the supported dtypes, and a note about NumPy."""
         reasons = self.support.get(device, {})
         good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
@@ -63,10 +63,10 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
     rows = []
     for op in REGISTRY.values():
         by_dtype: dict[str, list[Case]] = {}
-        for case in grow_points(op):
-            by_dtype.setdefault(case.dtypes, []).append(case)
+        for case in grow_cases_from_samples(op):
+            by_dtype.setdefault(case.dtype_names, []).append(case)
         support = {
-            name: {dtypes: _unsupported_reason(cases[0], backend, device) for dtypes, cases in by_dtype.items()}
+            name: {dtypes: _find_unsupported_reason(cases[0], backend, device) for dtypes, cases in by_dtype.items()}
             for name, (backend, device) in loaded.items()
         }
         stand_ins = {
@@ -90,21 +90,21 @@ def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Dev
         return False
     stands_in = False
     for case in cases:
-        if case.op_declaration.is_view or _unsupported_reason(case, backend, device):
+        if case.op_declaration.is_view or _find_unsupported_reason(case, backend, device):
             continue
-        calls = device_plan_for(build_case_graph(case).graph, backend, device).calls
+        calls = build_verified_device_plan(build_case_graph(case).graph, backend, device).predicted_kernel_calls
         if calls and all(called.kernel != STAND_IN for called in calls):
             return False
         stands_in |= bool(calls)
     return stands_in
 
 
-def _unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
+def _find_unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
     """Return the reason why a device does not support a case; the empty text if the device does."""
-    return unsupported_reason(build_case_graph(case), backend, device)
+    return find_unsupported_reason(build_case_graph(case), backend, device)
 
 
-def matrix_text(rows: Sequence[SupportRow], text_format: str) -> str:
+def format_support_matrix(rows: Sequence[SupportRow], text_format: str) -> str:
     """Return the support matrix as text.
 
     Args:
@@ -114,12 +114,19 @@ def matrix_text(rows: Sequence[SupportRow], text_format: str) -> str:
     devices = list(rows[0].support) if rows else []
     if text_format == "json":
         entries = [
-            {"op": r.op, "tier": _tier(r), "dtypes": list(r.dtypes), "support": {d: r.cell(d) for d in devices}}
+            {
+                "op": r.op,
+                "tier": _find_tier(r),
+                "dtypes": list(r.dtypes),
+                "support": {d: r.format_cell(d) for d in devices},
+            }
             for r in rows
         ]
         return json.dumps(entries, indent=1) + "\n"
     head = ["op", "tier", "meaning", *devices]
-    body = [[r.op, _tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.cell, devices)] for r in rows]
+    body = [
+        [r.op, _find_tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.format_cell, devices)] for r in rows
+    ]
     if text_format == "md":
         lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -130,6 +137,6 @@ def matrix_text(rows: Sequence[SupportRow], text_format: str) -> str:
     return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
 
 
-def _tier(row: SupportRow) -> str:
+def _find_tier(row: SupportRow) -> str:
     """Return ``MUST`` for an op that every backend must support, otherwise ``SHOULD``."""
     return "MUST" if row.must else "SHOULD"

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from ..cases.case import LAYOUTS
 from ..checks.run_case import Outcome, Result
-from .failure_traits import group_failures
+from .failure_traits import group_failures_by_op
 
 COLUMNS = (*LAYOUTS, "zero-size")
 """Columns of the matrix of outcomes."""
@@ -36,25 +36,25 @@ Cells = dict[tuple[str, str], dict[str, Counter[Outcome]]]
 """The number of each outcome, by (op, dtypes) and then by layout."""
 
 
-def counts(results: Iterable[Result]) -> Counter[Outcome]:
+def count_outcomes(results: Iterable[Result]) -> Counter[Outcome]:
     """Count the results of each outcome."""
     return Counter(r.outcome for r in results)
 
 
-def reproduce(result: Result, backend: str) -> str:
+def format_reproduction_command(result: Result, backend: str) -> str:
     """Return the command line that runs the case of a result again."""
     return f"hocket check --backend {backend} --case '{result.case}'"
 
 
-def format_total(results: Sequence[Result], backend: str, seconds: float | None = None) -> str:
+def format_run_total(results: Sequence[Result], backend: str, seconds: float | None = None) -> str:
     """Return one line about a run: the number of cases and ops, the seconds, and the number of each outcome."""
-    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
+    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(count_outcomes(results).items()))
     ops = len({r.case.op for r in results})
     took = "" if seconds is None else f" in {seconds:.1f} s"
     return f"{backend}: {len(results)} cases of {ops} ops{took}: {outcomes or 'none'}"
 
 
-def unsupported_lines(results: Iterable[Result]) -> Iterator[str]:
+def describe_unsupported_ops(results: Iterable[Result]) -> Iterator[str]:
     """Yield a line with unsupported ops, and a line with partly supported ops and their case counts."""
     by_op: dict[str, Counter[Outcome]] = defaultdict(Counter)
     for result in results:
@@ -68,7 +68,7 @@ def unsupported_lines(results: Iterable[Result]) -> Iterator[str]:
         yield f"unsupported in part: {', '.join(partly)}"
 
 
-def summary(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
+def format_text_report(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
     """Return the text report: the traits and smallest failures of each op, unsupported ops, and the total.
 
     Args:
@@ -78,73 +78,73 @@ def summary(results: Sequence[Result], backend: str, seconds: float, max_failure
         max_failures: maximum failing cases in the report for each op.
     """
     lines: list[str] = []
-    for group in group_failures(results):
-        first, *others = group.sentences()
+    for group in group_failures_by_op(results):
+        first, *others = group.describe_failures()
         lines += [f"FAIL {group.op}: {first}", *(f"     {sentence}" for sentence in others)]
         for result in group.results[:max_failures]:
-            lines += [f"  {result.why}", f"  {reproduce(result, backend)}"]
+            lines += [f"  {result.why}", f"  {format_reproduction_command(result, backend)}"]
         if len(group.results) > max_failures:
             lines.append(
                 f"  and {len(group.results) - max_failures} more; --json, --markdown or --html lists all of them"
             )
-    for line in unsupported_lines(results):
+    for line in describe_unsupported_ops(results):
         lines += wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
     lines += [f"  {n} cases: {why}" for why, n in whys.most_common(5)]
-    return "\n".join([*lines, format_total(results, backend, seconds)])
+    return "\n".join([*lines, format_run_total(results, backend, seconds)])
 
 
-def outcome_matrix(results: Iterable[Result]) -> Cells:
+def count_outcomes_by_cell(results: Iterable[Result]) -> Cells:
     """Count the outcomes of each cell of the matrix: by (op, dtypes) and layout."""
     cells: Cells = defaultdict(lambda: defaultdict(Counter))
     for result in results:
-        cells[result.case.op, result.case.dtypes][result.case.column][result.outcome] += 1
+        cells[result.case.op, result.case.dtype_names][result.case.report_layout][result.outcome] += 1
     return cells
 
 
-def ranked_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[str, Counter[Outcome]]]]:
+def rank_matrix_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[str, Counter[Outcome]]]]:
     """Return the rows of the matrix of outcomes, worst outcomes first, then in the order of the registry."""
     worst = list(SIGNS)
     return sorted(
-        outcome_matrix(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c)
+        count_outcomes_by_cell(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c)
     )
 
 
-def cell_text(cell: Counter[Outcome] | None) -> str:
+def format_outcome_cell(cell: Counter[Outcome] | None) -> str:
     """Return a cell of the matrix as text: the sign of the worst outcome, its count, and the number of cases."""
     if not cell:
         return ""
-    worst, count = worst_outcome(cell), cell.total()
+    worst, count = find_worst_outcome(cell), cell.total()
     return f"{SIGNS[worst]} {count}" if cell[worst] == count else f"{SIGNS[worst]} {cell[worst]}/{count}"
 
 
-def worst_outcome(cell: Counter[Outcome]) -> Outcome:
+def find_worst_outcome(cell: Counter[Outcome]) -> Outcome:
     """Return the worst outcome in a cell."""
     return next(o for o in SIGNS if cell[o])
 
 
-def markdown(results: Sequence[Result], backend: str) -> str:
+def format_markdown_report(results: Sequence[Result], backend: str) -> str:
     """Return the Markdown report: total, legend, failures of each op with their traits, and the matrix."""
-    lines = [f"# Conformance of {backend}", "", f"{format_total(results, backend)}.", ""]
+    lines = [f"# Conformance of {backend}", "", f"{format_run_total(results, backend)}.", ""]
     lines += ["| sign | outcome | meaning |", "|---|---|---|"]
     lines += [f"| {sign} | {outcome} | {OUTCOME_MEANINGS[outcome]} |" for outcome, sign in SIGNS.items()]
-    lines += ["", CELLS, "", *unsupported_lines(results), ""]
-    for group in group_failures(results):
-        lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.sentences()), "", "```"]
+    lines += ["", CELLS, "", *describe_unsupported_ops(results), ""]
+    for group in group_failures_by_op(results):
+        lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.describe_failures()), "", "```"]
         for result in group.results:
-            lines += [f"# {result.why}", reproduce(result, backend)]
+            lines += [f"# {result.why}", format_reproduction_command(result, backend)]
         lines += ["```", ""]
     lines += ["## Every op", "", f"| op | dtype | {' | '.join(COLUMNS)} |", "|" + "---|" * (2 + len(COLUMNS))]
-    failed = {group.op for group in group_failures(results)}
-    for (op, dtype), row in ranked_rows(results):
+    failed = {group.op for group in group_failures_by_op(results)}
+    for (op, dtype), row in rank_matrix_rows(results):
         name = f"[{op}](#{op})" if op in failed else op
-        lines.append(f"| {name} | {dtype} | {' | '.join(cell_text(row.get(c)) for c in COLUMNS)} |")
+        lines.append(f"| {name} | {dtype} | {' | '.join(format_outcome_cell(row.get(c)) for c in COLUMNS)} |")
     return "\n".join(lines) + "\n"
 
 
-def junit(results: Sequence[Result], backend: str) -> str:
+def format_junit_report(results: Sequence[Result], backend: str) -> str:
     """Return the results as JUnit XML for CI systems."""
-    outcomes = counts(results)
+    outcomes = count_outcomes(results)
     skipped = (Outcome.UNSUPPORTED, Outcome.NO_REFERENCE, Outcome.XFAIL)
     suite = ElementTree.Element(
         "testsuite",
@@ -159,7 +159,9 @@ def junit(results: Sequence[Result], backend: str) -> str:
             suite, "testcase", classname=result.case.op, name=str(result.case), time=f"{result.seconds:.4f}"
         )
         if result.outcome is Outcome.FAIL:
-            ElementTree.SubElement(case, "failure", message=result.why).text = reproduce(result, backend)
+            ElementTree.SubElement(case, "failure", message=result.why).text = format_reproduction_command(
+                result, backend
+            )
         elif result.outcome in skipped:
             ElementTree.SubElement(case, "skipped", message=f"{result.outcome}: {result.why}")
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

@@ -13,8 +13,8 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from .control import ControlDirection, read_directions
-from .lora import LoraChange, apply_changes, read_lora
+from .control import ControlDirection, read_control_directions
+from .lora import LoraChange, apply_lora_changes, read_lora_changes
 
 FILE_KIND = instance_of(str, Path)
 FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
@@ -42,15 +42,15 @@ class Adapters:
         """The scales of all changes and directions, which distinguish models with equal adapter tensors."""
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
-    def apply_to_graph(self, graph: Graph) -> Graph:
+    def add_lora_changes(self, graph: Graph) -> Graph:
         """Return the graph of a step with the LoRA changes added.
 
         Raises:
             ModelError: As for `lora.apply_lora_changes`.
         """
-        return apply_changes(graph, self.changes)
+        return apply_lora_changes(graph, self.changes)
 
-    def add_directions(self, block: int, x: Value) -> Value:
+    def add_control_directions(self, block: int, x: Value) -> Value:
         """Add the control directions of a block to the residual f32[..., width] after the block."""
         for direction in self.directions:
             x = direction(x) if direction.block == block else x
@@ -95,8 +95,10 @@ def read_adapters(
     if not 1 <= first <= last < blocks and vectors:
         raise ModelError(f"layers of control vectors are {first} to {last}; need two of 1 to {blocks - 1} in order")
     return Adapters(
-        tuple(c for no, one in enumerate(lora) for c in read_lora(base, no, *with_scale(one))),
-        tuple(d for no, one in enumerate(vectors) for d in read_directions(no, *one, width, blocks, (first, last))),
+        tuple(c for no, one in enumerate(lora) for c in read_lora_changes(base, no, *with_scale(one))),
+        tuple(
+            d for no, one in enumerate(vectors) for d in read_control_directions(no, *one, width, blocks, (first, last))
+        ),
     )
 
 

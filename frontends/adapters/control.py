@@ -34,7 +34,7 @@ class ControlDirection:
         return ops.add(x, vector, name=f"blk.{self.block}.steered")
 
 
-def read_directions(
+def read_control_directions(
     number: int, path: Path, scale: float, width: int, blocks: int, layers: tuple[int, int]
 ) -> Iterator[ControlDirection]:
     """Yield the control directions of a file for the selected blocks. Block 0 has no direction.

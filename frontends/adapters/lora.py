@@ -64,18 +64,18 @@ class LoraChange:
             )
         return ops.transpose(factor)
 
-    def matrix_product(self, node: Node) -> Value:
+    def emit_matmul_delta(self, node: Node) -> Value:
         """Emit the LoRA delta of a `mul_mat` node: the value to add to its result."""
         short = ops.mul_mat(self.down, node.inputs[1])
         return ops.mul_mat(self.up, ops.scale(short, scale=self.factor))
 
-    def expert_product(self, node: Node) -> Value:
+    def emit_expert_matmul_delta(self, node: Node) -> Value:
         """Emit the LoRA delta of a `mul_mat_id` node with expert matrices: the value to add to its result."""
         _, x, ids = node.inputs
         short = ops.mul_mat_id(self.down, x, ids)
         return ops.mul_mat_id(self.up, ops.scale(short, scale=self.factor), ids)
 
-    def table_rows(self, node: Node) -> Value:
+    def emit_embedding_delta(self, node: Node) -> Value:
         """Emit the LoRA delta of a `get_rows` node of an embedding table: the value to add to its result."""
         short = ops.get_rows(self.up, node.inputs[1])
         return ops.mul_mat(self.down_transposed, ops.scale(short, scale=self.factor))
@@ -85,12 +85,16 @@ class LoraChange:
 
 
 OP_CHANGES = MappingProxyType(
-    {"mul_mat": LoraChange.matrix_product, "mul_mat_id": LoraChange.expert_product, "get_rows": LoraChange.table_rows}
+    {
+        "mul_mat": LoraChange.emit_matmul_delta,
+        "mul_mat_id": LoraChange.emit_expert_matmul_delta,
+        "get_rows": LoraChange.emit_embedding_delta,
+    }
 )
 """Methods that emit the LoRA delta, by op; the op reads the changed matrix as its first operand."""
 
 
-def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
+def apply_lora_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
     """Return a graph with the LoRA changes added to each result that depends on a changed matrix.
 
     Raises:
@@ -104,7 +108,7 @@ def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
     _require_changeable(graph, changes_by_matrix)
 
     def rule(node: Node) -> Value | None:
-        own_changes = changes_by_matrix.get(_weight_name(node), ())
+        own_changes = changes_by_matrix.get(_get_first_weight_name(node), ())
         if node.op not in OP_CHANGES or not own_changes:
             return None
         (y,) = node.results
@@ -115,7 +119,7 @@ def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
     return rewrite_graph(graph, rule)
 
 
-def _weight_name(node: Node) -> str:
+def _get_first_weight_name(node: Node) -> str:
     """Return the name of the weight that is the first operand of a node, or an empty string."""
     first = node.src[0] if node.src else None
     return first.node.name if first is not None and first.node.op == "weight" else ""
@@ -137,7 +141,7 @@ def _require_changeable(graph: Graph, changes_by_matrix: Mapping[str, Sequence[L
                 )
 
 
-def read_lora(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
+def read_lora_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
     """Yield the LoRA changes of a file.
 
     Args:

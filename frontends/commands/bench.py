@@ -17,7 +17,7 @@ import numpy as np
 from ...backends.base import Backend
 from ...backends.capabilities import SupportsThreads, TimedKernel
 from ...backends.cpu.backend import CpuBackend
-from ...backends.cpu.tuning.machine_limits import MemoryReadTest, read_last_cache_bytes
+from ...backends.cpu.tuning.machine_limits import MemoryBandwidthTest, read_last_cache_bytes
 from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
@@ -28,28 +28,28 @@ from ..open_model import open_session
 from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
 from ..terminal.bench_rows import ROW_FORMATS, format_rows
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from .bench_batched import BATCHED_TABLE, BatchedBenchmark
 from .shared_flags import (
     add_adapter_flags,
     add_batch_flag,
     add_cache_flags,
-    add_group_flags,
+    add_device_flags,
     add_model_flags,
     add_packed_flag,
     add_trace_flag,
     add_transfer_dtype_flag,
-    cache_dtypes,
+    cache_dtypes_from_flags,
     device_group_from_flags,
     load_model_from_flags,
-    mark_multi_rank,
+    mark_as_multi_rank_command,
     trace_to_file,
 )
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub)
-    mark_multi_rank(sub)
+    mark_as_multi_rank_command(sub)
     add = partial(sub.add_argument, type=parse_naturals, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="token counts of prompts (512)")
     add("-n", "--n-gen", dest="new", default=[128], help="counts of new tokens (128)")
@@ -67,7 +67,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         "-r", "--repetitions", type=parse_positive, default=5, metavar="N", help="timed runs of each test (5)"
     )
     add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
-    add_group_flags(sub, sub)
+    add_device_flags(sub, sub)
     add_adapter_flags(sub)
     add_transfer_dtype_flag(sub)
     add_cache_flags(sub)
@@ -80,20 +80,24 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 @show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model, todo = load_model_from_flags(args), list_tests(args.prompts, args.new, args.depths)
+    model, todo = load_model_from_flags(args), list_benchmark_tests(args.prompts, args.new, args.depths)
     work = BenchmarkRequest(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
-    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **cache_dtypes(args)}
+    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **cache_dtypes_from_flags(args)}
     groups = [device_group_from_flags(args, threads=threads, **computed) for threads in args.counts or [None]]
     if args.parallel:
-        return run_batched(args, model, groups)
-    for line in list_profiles(work, groups) if args.profile else format_rows(benchmark_rows(work, groups), args.output):
-        write_data(line + "\n")
+        return run_batched_benchmark(args, model, groups)
+    for line in (
+        measure_kernel_profile_lines(work, groups)
+        if args.profile
+        else format_rows(measure_benchmark_rows(work, groups), args.output)
+    ):
+        write_to_stdout(line + "\n")
     return 0
 
 
-def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[DeviceGroup]) -> int:
+def run_batched_benchmark(args: argparse.Namespace, model: Model, groups: Sequence[DeviceGroup]) -> int:
     """Run the benchmark with several sequences at a time and print its rows; return the exit code.
 
     Raises:
@@ -106,7 +110,7 @@ def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[DeviceG
     known = ({**about, "n_threads": on.threads, "devices": ",".join(on.devices)} for on in groups)
     rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.measure_rows(on))
     for line in format_rows(rows, args.output, BATCHED_TABLE):
-        write_data(line + "\n")
+        write_to_stdout(line + "\n")
     return 0
 
 
@@ -128,7 +132,7 @@ MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
 """Limits in bytes of the array for the memory bandwidth; its size is twice the last-level cache."""
 
 
-def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
+def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
     """List the benchmark tests: one for each prompt length and each count of new tokens, at each depth; 0 is skipped.
 
     Raises:
@@ -167,68 +171,72 @@ class BenchmarkRequest:
             ModelError: The context of the model is shorter.
         """
         context = max(t.depth + t.tokens for t in self.tests)
-        self.model.require_context(context)
+        self.model.require_context_fits(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
-def benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
+def measure_benchmark_rows(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[dict[str, object]]:
     """Measure each test on each device group, and yield a row of results for each."""
-    about = describe_model(work.model)
+    about = make_model_columns(work.model)
     for on in groups:
         session = work.open_session(on)
-        nbytes = count_weight_bytes(work.model, session.group[0][0])
-        reading = make_memory_reader(session) if any(test.kind == NEW_KIND for test in work.tests) else None
-        known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": thread_count(session)}
-        known |= {"split_mode": on.split_mode, "devices": device_names(session)}
+        nbytes = count_weight_bytes_per_token(work.model, session.group[0][0])
+        reading = make_memory_read_test(session) if any(test.kind == NEW_KIND for test in work.tests) else None
+        known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": count_threads_per_device(session)}
+        known |= {"split_mode": on.split_mode, "devices": format_device_names(session)}
         known |= {"type_k": str(on.cache_dtypes[0]), "type_v": str(on.cache_dtypes[1])}
         known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
         with trace_to_file(session, work.trace):
             for test in work.tests:
-                times, read = collect_samples(session, test, work.repeats, reading if test.kind == NEW_KIND else None)
-                yield {**known, **result_row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
+                times, read = measure_seconds_and_bandwidth(
+                    session, test, work.repeats, reading if test.kind == NEW_KIND else None
+                )
+                yield {**known, **make_result_row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
 
 
-def list_profiles(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[str]:
+def measure_kernel_profile_lines(work: BenchmarkRequest, groups: Sequence[DeviceGroup]) -> Iterator[str]:
     """Measure the kernel times of each test on each device group, and yield them as lines of text."""
     for on in groups:
         session = work.open_session(on)
         for test in work.tests:
-            for (_, device), shares in zip(session.group, profile_test(session, test, work.repeats), strict=True):
-                yield f"{test.name}, {thread_count(session)} threads, {device}"
-                yield from format_profile(shares)
+            for (_, device), shares in zip(
+                session.group, measure_kernel_times(session, test, work.repeats), strict=True
+            ):
+                yield f"{test.name}, {count_threads_per_device(session)} threads, {device}"
+                yield from format_kernel_profile(shares)
 
 
-def device_names(session: Session) -> str:
+def format_device_names(session: Session) -> str:
     """Format the device names of a session in the form of `--devices`."""
     return ",".join(str(device) for _, device in session.group)
 
 
-def thread_count(session: Session) -> int:
+def count_threads_per_device(session: Session) -> int:
     """Count the threads of each device of a session."""
     backend, _ = session.group[0]
     return backend.threads if isinstance(backend, SupportsThreads) else 1
 
 
-def make_memory_reader(session: Session) -> MemoryReadTest | None:
+def make_memory_read_test(session: Session) -> MemoryBandwidthTest | None:
     """Make a test of the memory bandwidth with the threads of all devices; None unless all devices are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
-    return MemoryReadTest(
-        thread_count(session) * len(session.group),
+    return MemoryBandwidthTest(
+        count_threads_per_device(session) * len(session.group),
         min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * read_last_cache_bytes())),
     )
 
 
-def prefill_depth(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> None:
+def reset_and_prefill_depth(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> None:
     """Reset a session, and evaluate the `depth` tokens that a test does not time."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])
 
 
-def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
+def measure_test_seconds(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
     """Measure the seconds of one run of a test, in a session of one sequence."""
-    prefill_depth(session, test, tokens)
+    reset_and_prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
     start = time.perf_counter()
@@ -242,8 +250,8 @@ def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
-def collect_samples(
-    session: Session, test: BenchmarkTest, repeats: int, reading: MemoryReadTest | None
+def measure_seconds_and_bandwidth(
+    session: Session, test: BenchmarkTest, repeats: int, reading: MemoryBandwidthTest | None
 ) -> tuple[list[float], list[float]]:
     """Measure the seconds of each run of a test, and the memory bandwidth in bytes/s before each run.
 
@@ -257,15 +265,15 @@ def collect_samples(
         reading: The bandwidth test; with None the second list is empty.
     """
     tokens, times, read = make_random_tokens(session), [], []
-    time_test(session, test, tokens)
+    measure_test_seconds(session, test, tokens)
     for _ in range(repeats):
         if reading:
             read.append(reading.measure_bytes_per_second())
-        times.append(time_test(session, test, tokens))
+        times.append(measure_test_seconds(session, test, tokens))
     return times, read
 
 
-def count_weight_bytes(model: Model, backend: Backend | None = None) -> int:
+def count_weight_bytes_per_token(model: Model, backend: Backend | None = None) -> int:
     """Count the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
 
     Args:
@@ -286,7 +294,7 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
     return round(share * sum(spec.nbytes for spec in stored))
 
 
-def describe_model(model: Model) -> dict[str, object]:
+def make_model_columns(model: Model) -> dict[str, object]:
     """Make the columns of llama-bench about a model: file, type, bytes and parameter count.
 
     The type is the architecture and the dtype of most bytes.
@@ -303,7 +311,7 @@ def describe_model(model: Model) -> dict[str, object]:
     }
 
 
-def result_row(
+def make_result_row(
     test: BenchmarkTest, times: Sequence[float], *, nbytes: int, bandwidth: float | None
 ) -> dict[str, object]:
     """Make the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
@@ -325,9 +333,9 @@ def result_row(
         "n_depth": test.depth,
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(mean(nanoseconds)),
-        "stddev_ns": round(compute_deviation(nanoseconds)),
+        "stddev_ns": round(compute_standard_deviation(nanoseconds)),
         "avg_ts": mean(rates),
-        "stddev_ts": compute_deviation(rates),
+        "stddev_ts": compute_standard_deviation(rates),
         "samples_ns": nanoseconds,
         "samples_ts": rates,
         "test": test.name,
@@ -338,7 +346,7 @@ def result_row(
     }
 
 
-def compute_deviation(samples: Sequence[float]) -> float:
+def compute_standard_deviation(samples: Sequence[float]) -> float:
     """Compute the standard deviation of samples; 0 for a single sample."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
@@ -347,7 +355,7 @@ def compute_deviation(samples: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelShare:
+class KernelTime:
     """The time of one kernel in a run of a device: its number of calls and their total seconds."""
 
     kernel: str
@@ -358,14 +366,14 @@ class KernelShare:
 OUTSIDE_KERNELS = "outside kernels"
 
 
-def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelShare]]:
+def measure_kernel_times(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
     """Measure the kernel times of each device in the median run of a step, the longest first.
 
     The step is the whole prompt, or one token. The last entry is the time outside of kernels.
     """
     tokens = make_random_tokens(session)
     many = test.tokens if test.kind == PROMPT_KIND else 1
-    prefill_depth(session, test, tokens)
+    reset_and_prefill_depth(session, test, tokens)
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
     runs = []
@@ -379,16 +387,16 @@ def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[li
     return [_sum_kernel_shares(steps, wall) for steps in run.steps]
 
 
-def _sum_kernel_shares(steps: Iterable[TimedKernel], wall: float) -> list[KernelShare]:
+def _sum_kernel_shares(steps: Iterable[TimedKernel], wall: float) -> list[KernelTime]:
     times: dict[str, list[float]] = {}
     for step in steps:
         times.setdefault(step.kernel, []).append(step.seconds)
     inside = sum(map(sum, times.values()))
-    shares = [KernelShare(kernel, len(t), sum(t)) for kernel, t in times.items()]
-    return [*sorted(shares, key=lambda s: -s.seconds), KernelShare(OUTSIDE_KERNELS, 1, wall - inside)]
+    shares = [KernelTime(kernel, len(t), sum(t)) for kernel, t in times.items()]
+    return [*sorted(shares, key=lambda s: -s.seconds), KernelTime(OUTSIDE_KERNELS, 1, wall - inside)]
 
 
-def format_profile(shares: Sequence[KernelShare]) -> Iterator[str]:
+def format_kernel_profile(shares: Sequence[KernelTime]) -> Iterator[str]:
     """Format the kernel times of a device as table lines: microseconds, percentage, calls and name of each kernel."""
     whole = sum(s.seconds for s in shares)
     for s in shares:

@@ -18,8 +18,8 @@ from ..inference.micro_batches import MicroBatchedSession, make_session, open_de
 from ..inference.session import DeviceGroup, Session
 from ..models import Model
 from ..open_model import open_session
-from ..terminal.bench_rows import Row, Table
-from ..terminal.output import write_log_line
+from ..terminal.bench_rows import BenchRowFormat, Row
+from ..terminal.output import write_line_to_stderr
 
 BATCHED_HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
 BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
@@ -35,7 +35,7 @@ def _format_cells(row: Row) -> list[object]:
     return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
 
 
-BATCHED_TABLE = Table("llama_batched_bench", BATCHED_HEAD, _format_cells)
+BATCHED_TABLE = BenchRowFormat("llama_batched_bench", BATCHED_HEAD, _format_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class BatchedBenchmark:
             times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
             for _ in range(1 + self.repeats):  # the first one builds plans
                 for count, session in sessions.items():
-                    times[count].append(time_batch(session, prompt, new))
+                    times[count].append(measure_batch_seconds(session, prompt, new))
             for count in self.sequence_counts:
-                yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
+                yield make_batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
     def open_sessions(self, on: DeviceGroup) -> dict[int, Session | MicroBatchedSession]:
         """Open a session for each number of sequences; all share the weights.
@@ -82,31 +82,31 @@ class BatchedBenchmark:
             ModelError: The context of the model is too short.
         """
         context = max(self.prompt_lengths) + max(self.new_counts)
-        self.model.require_context(context)
+        self.model.require_context_fits(context)
         max_sequences = max(self.sequence_counts)
         one = open_session(
             self.model,
             on=on,
             sequences=max_sequences,
             context=context,
-            batch=self._tokens_per_sequence(max_sequences),
+            batch=self._compute_tokens_per_sequence(max_sequences),
             world=self.world,
         )
         each = {
-            n: make_session(one, n, context=context, batch=self._tokens_per_sequence(n))
+            n: make_session(one, n, context=context, batch=self._compute_tokens_per_sequence(n))
             for n in dict.fromkeys(self.sequence_counts)
         }
         for session in each.values():
             if isinstance(session, MicroBatchedSession):
-                write_log_line(f"hocket: {session.choice}")
+                write_line_to_stderr(f"hocket: {session.choice}")
         return each
 
-    def _tokens_per_sequence(self, sequences: int) -> int:
+    def _compute_tokens_per_sequence(self, sequences: int) -> int:
         """Compute the maximum tokens of each sequence in one run."""
         return max(1, self.batch // sequences)
 
 
-def time_batch(session: Session | MicroBatchedSession, prompt: int, new: int) -> tuple[float, float]:
+def measure_batch_seconds(session: Session | MicroBatchedSession, prompt: int, new: int) -> tuple[float, float]:
     """Measure the seconds to read the prompts of all sequences, and the seconds of `new` decode steps after them.
 
     Args:
@@ -132,7 +132,7 @@ def time_batch(session: Session | MicroBatchedSession, prompt: int, new: int) ->
     return read - start, time.perf_counter() - read
 
 
-def batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
+def make_batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
     """Make the row of one batched measurement: token counts, seconds, and tokens per second of all sequences together.
 
     Args:

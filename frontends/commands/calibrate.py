@@ -15,7 +15,7 @@ from ...scheduler.measurement.calibrate import (
 )
 from ..errors import ModelError
 from ..inference.device_group import DeviceGroup, resolve_devices
-from ..terminal.output import write_data, write_log_line
+from ..terminal.output import write_line_to_stderr, write_to_stdout
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 """Device groups that are measured; the devices of a group share processors and memory."""
@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     for devices in CALIBRATED_GROUPS:
         group = resolve_devices(DeviceGroup(devices=devices))
         speeds = known[format_group_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
-        write_data("\n".join(format_speeds(format_group_key(group), speeds, len(group))) + "\n")
+        write_to_stdout("\n".join(format_speeds(format_group_key(group), speeds, len(group))) + "\n")
     file = write_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(
             f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"
         )
-    write_log_line(f"kept in {file}; plans on such devices use it from now on")
+    write_line_to_stderr(f"kept in {file}; plans on such devices use it from now on")
     return 0
 
 

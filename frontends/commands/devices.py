@@ -16,7 +16,7 @@ from ...backends.capabilities import SupportsTransports
 from ...backends.host.host_backend import HostBackend
 from ...graph import BackendError
 from ...scheduler import format_bytes
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 
 MATRIX_ROWS, MATRIX_COLUMNS = 16384, 4096
 """Shape of a float32 matrix of 256 MiB, larger than any cache."""
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     measured = measure_host_speed() if args.measure else None
     rows: list[dict[str, object]] = []
     lines: list[str] = []
-    for found in find_devices():
+    for found in list_backend_devices():
         row: dict[str, object] = {"device": found.name, "memory": found.memory, "description": found.description}
         line = f"{found.name:14} {format_bytes(found.memory) if found.memory else '-':>12}  {found.description}"
         if measured and found.is_host:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             line += f"; NumPy reads {measured.bandwidth / 1e9:.1f} GB/s, {measured.flops / 1e9:.1f} GFLOP/s in f32"
         rows.append(row)
         lines.append(line)
-    write_data((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
+    write_to_stdout((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
     return 0
 
 
@@ -79,7 +79,7 @@ class HostSpeed:
     flops: float
 
 
-def find_devices() -> Iterator[FoundDevice]:
+def list_backend_devices() -> Iterator[FoundDevice]:
     """List the devices of every registered backend; a backend that cannot be loaded gives its error instead."""
     for kind in sorted(find_registered_backends()):
         try:
@@ -104,13 +104,15 @@ def measure_host_speed() -> HostSpeed:
     """
     matrix, vector = np.ones((MATRIX_ROWS, MATRIX_COLUMNS), np.float32), np.ones(MATRIX_COLUMNS, np.float32)
     out = np.empty(MATRIX_ROWS, np.float32)
-    bandwidth = matrix.nbytes / _measure_fastest(lambda: np.dot(matrix, vector, out=out))
+    bandwidth = matrix.nbytes / _measure_fastest_seconds(lambda: np.dot(matrix, vector, out=out))
     square = np.ones((SQUARE_SIZE, SQUARE_SIZE), np.float32)
     result = np.empty_like(square)
-    return HostSpeed(bandwidth, 2 * SQUARE_SIZE**3 / _measure_fastest(lambda: np.dot(square, square, out=result)))
+    return HostSpeed(
+        bandwidth, 2 * SQUARE_SIZE**3 / _measure_fastest_seconds(lambda: np.dot(square, square, out=result))
+    )
 
 
-def _measure_fastest(run: Callable[[], object]) -> float:
+def _measure_fastest_seconds(run: Callable[[], object]) -> float:
     """Measure the seconds of the fastest of several runs of a function, after a warm-up run."""
     run()
     seconds = []

@@ -12,7 +12,7 @@ from ...view.dot import to_dot
 from ..graph_file import read_graph
 from ..inference.device_group import DeviceGroup
 from ..terminal.arguments import parse_natural
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from .shared_flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags
 
 DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     caches = DeviceGroup(cache_type_k=args.cache_type_k, cache_type_v=args.cache_type_v).cache_dtypes
     graph = read_graph(args.model, context=args.context, tokens=args.batch, caches=caches)
     if args.layer is not None:
-        graph = extract_layer(graph, args.layer)
-    write_data(DUMP_FORMATS[args.format](graph).removesuffix("\n") + "\n")
+        graph = extract_layer_graph(graph, args.layer)
+    write_to_stdout(DUMP_FORMATS[args.format](graph).removesuffix("\n") + "\n")
     return 0
 
 
-def extract_layer(graph: Graph, layer: int) -> Graph:
+def extract_layer_graph(graph: Graph, layer: int) -> Graph:
     """Extract one layer of a graph as a graph of its own.
 
     Values from other nodes become inputs, and values that other nodes read become outputs. Layers are found by their

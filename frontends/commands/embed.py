@@ -14,9 +14,9 @@ from ..inference.session import DEFAULT_BATCH
 from ..language_model import Model
 from ..terminal.arguments import parse_natural, parse_positive
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from ..text_limits import require_texts_fit
-from .shared_flags import add_batch_flag, add_group_flags, add_model_flags
+from .shared_flags import add_batch_flag, add_device_flags, add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         default="jsonl",
         help="a JSON list for each text, or an array [texts, width] (jsonl)",
     )
-    add_group_flags(sub, sub)
+    add_device_flags(sub, sub)
 
 
 @show_compile_progress()
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(array.getvalue())
     else:
         for vector in vectors:
-            write_data(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
+            write_to_stdout(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
     return 0
 
 

@@ -22,7 +22,7 @@ from ..terminal.compile_progress import show_compile_progress
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
-    broadcast_text,
+    broadcast_text_from_rank_0,
     load_model_from_flags,
     open_session_from_flags,
     trace_to_file,
@@ -53,18 +53,18 @@ def run(args: argparse.Namespace) -> int:
     elif args.tokens is not None:
         tokens = args.tokens
     else:
-        tokens = json.loads(broadcast_text(args, lambda: json.dumps(read_tokens(args.tokens_file))))
-    require_tokens(tokens, model)
+        tokens = json.loads(broadcast_text_from_rank_0(args, lambda: json.dumps(read_token_file(args.tokens_file))))
+    require_valid_tokens(tokens, model)
     session = open_session_from_flags(
         args, model, choose_context(model, len(tokens), args.context, default=len(tokens))
     )
     blocks = compute_logits(session, tokens, step=args.step)
     with trace_to_file(session, args.trace):
-        write_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
+        write_npy_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
     return 0
 
 
-def require_tokens(tokens: Sequence[int], model: Model) -> None:
+def require_valid_tokens(tokens: Sequence[int], model: Model) -> None:
     """Raise `ModelError` if there are no tokens, or if a token is outside of the vocabulary."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
@@ -75,7 +75,7 @@ def require_tokens(tokens: Sequence[int], model: Model) -> None:
             )
 
 
-def read_tokens(path: str) -> list[int]:
+def read_token_file(path: str) -> list[int]:
     """Read the token ids in a ``.npy`` file.
 
     Raises:
@@ -110,7 +110,7 @@ def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = Fals
         yield session.evaluate([[token]], every_position=True)[0]
 
 
-def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
+def write_npy_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
     """Write blocks of rows as one float32 ``.npy`` file of the given shape; a failed write leaves no file."""
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})

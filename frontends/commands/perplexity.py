@@ -21,11 +21,11 @@ from ..inference.session import F32, Session
 from ..open_model import choose_context, read_text
 from ..terminal.arguments import PositionalAlias
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
-    broadcast_text,
+    broadcast_text_from_rank_0,
     load_model_from_flags,
     open_session_from_flags,
     trace_to_file,
@@ -52,7 +52,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text(args, lambda: read_text(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_chunks(len(tokens), context)
     session = open_session_from_flags(args, model, context)
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     }
     row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
     if args.json:
-        write_data(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
+        write_to_stdout(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
     else:
-        write_data(f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n")
-        write_data(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
+        write_to_stdout(f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n")
+        write_to_stdout(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
     return 0
 
 
@@ -125,10 +125,10 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
         session.reset(0)
         session.evaluate([chunk[:first]])
         logits = session.evaluate([chunk[first:-1]], every_position=True)[0]
-        yield compute_nll(logits, chunk[first + 1 :])
+        yield compute_token_nll(logits, chunk[first + 1 :])
 
 
-def compute_nll(logits: F32, targets: Sequence[int]) -> F64:
+def compute_token_nll(logits: F32, targets: Sequence[int]) -> F64:
     """Compute the negative log likelihood of the target token of each row of logits, float64[rows]."""
     losses = np.empty(len(targets))
     for start in range(0, len(targets), ROWS_PER_WIDENING):

@@ -35,19 +35,19 @@ from ..gguf.reader import MAGIC
 from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
 from ..inference.device_group import ONE_DEVICE, resolve_devices
 from ..inference.model_layout import OFFLOAD_DEVICE, make_workload
-from ..inference.prefill_chunks import explain_chunks
+from ..inference.prefill_chunks import explain_prefill_chunks
 from ..inference.session import DEFAULT_BATCH, DeviceGroup
 from ..models import Step
 from ..open_model import choose_context, open_model
-from ..terminal.arguments import as_flags, parse_positive
-from ..terminal.output import write_data, write_log_line
+from ..terminal.arguments import parse_positive, use_flag_names
+from ..terminal.output import write_line_to_stderr, write_to_stdout
 from .shared_flags import (
     add_batch_flag,
     add_cache_flags,
     add_context_flag,
-    add_group_flags,
+    add_device_flags,
     add_model_flags,
-    cache_dtypes,
+    cache_dtypes_from_flags,
     device_group_from_flags,
 )
 
@@ -57,7 +57,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH"
     )
     where = sub.add_mutually_exclusive_group()
-    add_group_flags(sub, where)
+    add_device_flags(sub, where)
     where.add_argument(
         "--simulate",
         metavar="SPEC",
@@ -95,55 +95,58 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = device_group_from_flags(args, **cache_dtypes(args))
+    on = device_group_from_flags(args, **cache_dtypes_from_flags(args))
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
     graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
     graph, context = graph_of(sequences=args.parallel)
-    use = session_workload(args, on, context, args.parallel)
-    requested, plan = plan_and_session_plan(graph, on, args.simulate, use)
+    use = make_session_workload(args, on, context, args.parallel)
+    requested, plan = make_requested_and_session_plans(graph, on, args.simulate, use)
     text = plan_to_json(plan) + "\n" if args.json or args.out else ""
     if args.out:
         write_text(args.out, text)
     if other is not None:
         changes = diff_plans(other, plan)
         output = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
-        write_data(output + "\n")
+        write_to_stdout(output + "\n")
     elif args.show:
-        write_data(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
+        write_to_stdout(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
         if context is None:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
         from ..measure_plan import measure_and_explain_steps
 
         lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
-        write_data("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
+        write_to_stdout("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
-            write_data(
-                describe_fit(requested, plan, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n"
+            write_to_stdout(
+                describe_memory_fit_and_speed(
+                    requested, plan, context, args.parallel, prompt, graph_of, is_decode=is_decode
+                )
+                + "\n\n"
             )
-        write_data(text if args.json else plan.explain(steps=args.steps) + "\n")
+        write_to_stdout(text if args.json else plan.explain(steps=args.steps) + "\n")
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
-            write_data(
-                describe_pipelining(
+            write_to_stdout(
+                describe_pipelining_gain(
                     plan, lambda **step: plan_with_layout_of(plan, graph_of(**step)[0]), sequences, prompt
                 )
             )
         if args.simulate and not args.json:
-            write_data("\n".join(parse_simulated_group(args.simulate).describe_speeds(graph)) + "\n")
+            write_to_stdout("\n".join(parse_simulated_group(args.simulate).describe_speeds(graph)) + "\n")
         elif not args.json:
-            write_data(f"speeds: {describe_speed_source(plan.hardware)}\n")
+            write_to_stdout(f"speeds: {describe_speed_source(plan.hardware)}\n")
     if problem := describe_memory_problem(requested, context=context):
         rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
-        write_log_line(f"hocket: does not fit: {as_flags(problem)}{rest}")
+        write_line_to_stderr(f"hocket: does not fit: {use_flag_names(problem)}{rest}")
         return 1
     return 0
 
 
-def describe_fit(
+def describe_memory_fit_and_speed(
     requested: Plan,
     plan: Plan,
     context: int | None,
@@ -187,7 +190,7 @@ def describe_fit(
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def session_workload(
+def make_session_workload(
     args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1
 ) -> Workload | None:
     """Make the workload (prompts and decode steps) that a session of a model assumes for planning; None for a graph."""
@@ -197,7 +200,7 @@ def session_workload(
     return make_workload(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
-def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
+def describe_pipelining_gain(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
     """Describe the gain of pipelined runs in one line: micro-batches of several sequences, or chunks of a prompt.
 
     The line is empty if there is one sequence and no prompt, or one device.
@@ -211,7 +214,7 @@ def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int
     if sequences > 1:
         return f"sequences: {choose_micro_batches(sequences, lambda n: plan_of(sequences=n))}\n"
     if prompt and len(plan.lanes) > 1:
-        return f"prompt: {explain_chunks(prompt, plan, lambda n: plan_of(tokens=n))}\n"
+        return f"prompt: {explain_prefill_chunks(prompt, plan, lambda n: plan_of(tokens=n))}\n"
     return ""
 
 
@@ -249,7 +252,7 @@ def read_step_graph(
     return model.graph(step), context
 
 
-def plan_and_session_plan(
+def make_requested_and_session_plans(
     graph: Graph, on: DeviceGroup, simulated: str | None = None, use: Workload | None = None
 ) -> tuple[Plan, Plan]:
     """Make the requested plan of `graph` for real or simulated devices, and the plan that a session would use.

@@ -19,7 +19,7 @@ from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
     GenerationParams,
     Timing,
-    compile_ahead,
+    compile_generation_plans,
     sample_tokens,
     stream_text,
 )
@@ -47,11 +47,11 @@ from ..terminal.arguments import (
 )
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data, write_log_line
+from ..terminal.output import write_line_to_stderr, write_to_stdout
 from .shared_flags import (
     add_model_flags,
     add_session_flags,
-    broadcast_text,
+    broadcast_text_from_rank_0,
     load_model_from_flags,
     open_session_from_flags,
     trace_to_file,
@@ -99,7 +99,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         help="debug: compute each node of the prompt again on this device, as reference:0, from the same operands, and "
         "print the first node with another result",
     )
-    add_ending_flags(sub)
+    add_grammar_and_stop_flags(sub)
     add_session_flags(sub)
 
 
@@ -112,7 +112,7 @@ def add_chat_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--tools", metavar="FILE", help="JSON list of the functions that the chat template describes")
 
 
-def add_ending_flags(sub: argparse.ArgumentParser) -> None:
+def add_grammar_and_stop_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of grammars, stop strings and other ends of a text."""
     sub.add_argument("--ignore-eos", action="store_true", help="continue after an end token")
     sub.add_argument(
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         tuple(args.logit_bias),
     )
     if args.seed < 0:
-        args.seed = int(broadcast_text(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
+        args.seed = int(broadcast_text_from_rank_0(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
     if args.system is not None and not args.chat:
         raise ModelError("-sys is what a talk begins with; add --chat, or put it into the prompt")
     if not args.chat and (args.template or args.variables or args.tools):
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
-        return run_comparison(args, model, tokenizer)
+        return run_device_comparison(args, model, tokenizer)
     if (args.draft or args.draft_max) and args.context_shift:
         raise ModelError("a context that shifts has no guesses; leave out -md and --draft-max, or --context-shift")
     if args.draft_max and not args.draft:
@@ -242,13 +242,13 @@ def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Gramma
         return None
     grammar = Grammar(tokenizer, json_schema=args.json_schema, schema_lenient=args.schema_lenient)
     if grammar.warning and not args.world.rank:
-        write_log_line(f"hocket: {grammar.warning}")
+        write_line_to_stderr(f"hocket: {grammar.warning}")
     return grammar
 
 
 def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
     """Complete a prompt: print it and its continuation; return the exit code."""
-    text = broadcast_text(
+    text = broadcast_text_from_rank_0(
         args, lambda: read_prompt(args, "" if args.load_state else DEFAULT_PROMPT if args.model is None else None)
     )
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
@@ -262,25 +262,25 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
         if not new:
             message = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(message if before else EMPTY_PROMPT_ERROR)
-        ahead = drafter_from_flags(args, session)
-        timing = compile_ahead(session, new, params, ahead) + Timing(load=load)
+        ahead = speculative_decoder_from_flags(args, session)
+        timing = compile_generation_plans(session, new, params, ahead) + Timing(load=load)
     known = [before[: session.lengths[0]]]
     samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead)
-    write_data(text)
+    write_to_stdout(text)
     with trace_to_file(session, args.trace):
         try:
             for new_text in stream_text((one.token for one in samples), tokenizer, args.stops):
-                write_data(new_text)
+                write_to_stdout(new_text)
         finally:
-            write_data("\n")
+            write_to_stdout("\n")
     if args.save_state:
         samples.close()
         save_state(session, known, args.save_state)
-    write_log_line(f"{timing}; {format_acceptance(ahead)}{format_memory(session)}{format_seed(args)}")
+    write_line_to_stderr(f"{timing}; {format_acceptance(ahead)}{format_memory_usage(session)}{format_seed_flag(args)}")
     return 0
 
 
-def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
+def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
     """Compare all values of a prompt with another device; print the first one that differs, and the graph around it.
 
     The last token is a step of its own, because other kernels compute it.
@@ -299,14 +299,14 @@ def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer)
             args, model, choose_context(model, len(tokens), args.context or max(len(tokens), 1))
         )
         for part in filter(None, (tokens[:-1], tokens[-1:])):
-            message, is_wrong = compare_step(session, part, args.compare)
-            write_data(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
+            message, is_wrong = compare_step_with_device(session, part, args.compare)
+            write_to_stdout(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
             if is_wrong:
                 return 1
     return 0
 
 
-def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
+def compare_step_with_device(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
     """Compare the values of one step with another device; return a message and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
@@ -321,18 +321,18 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
     """Answer one message, or several messages on a terminal; return the exit code."""
     format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
-    interactive = asked and broadcast_text(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
+    interactive = asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
     if interactive and args.world.size > 1:
         raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
-    message = None if interactive else broadcast_text(args, lambda: read_prompt(args, None))
+    message = None if interactive else broadcast_text_from_rank_0(args, lambda: read_prompt(args, None))
     if message is not None and not message.strip():
         raise ModelError("the message is empty; give one with -p or -f, or pipe it in")
     with show_compile_progress():
         started = time.perf_counter()
         session = open_session_from_flags(args, model, choose_context(model, 0, args.context))
         load = time.perf_counter() - started
-        ahead = drafter_from_flags(args, session)
-        timing = compile_ahead(session, [], params, ahead) + Timing(load=load)
+        ahead = speculative_decoder_from_flags(args, session)
+        timing = compile_generation_plans(session, [], params, ahead) + Timing(load=load)
     options = {"stops": args.stops, "system": args.system, "format": format}
     conversation = Conversation(session, tokenizer, params, decoder=ahead, **options)
     conversation.timing = timing
@@ -344,12 +344,14 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, param
         else:
             try:
                 for new_text in conversation.reply(message):
-                    write_data(new_text)
+                    write_to_stdout(new_text)
             finally:
-                write_data("\n")
+                write_to_stdout("\n")
     if args.save_state:
         conversation.save(args.save_state)
-    write_log_line(f"{conversation.timing}; {format_acceptance(ahead)}{format_memory(session)}{format_seed(args)}")
+    write_line_to_stderr(
+        f"{conversation.timing}; {format_acceptance(ahead)}{format_memory_usage(session)}{format_seed_flag(args)}"
+    )
     return 0
 
 
@@ -359,11 +361,11 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
     Raises:
         ModelError: A file is missing or damaged, or the template is wrong.
     """
-    template = broadcast_text(args, lambda: read_text(args.template)) if args.template else None
+    template = broadcast_text_from_rank_0(args, lambda: read_text(args.template)) if args.template else None
     tools = None
     if args.tools:
         try:
-            tools = json.loads(broadcast_text(args, lambda: read_text(args.tools)))
+            tools = json.loads(broadcast_text_from_rank_0(args, lambda: read_text(args.tools)))
         except ValueError as why:
             raise ModelError(f"{args.tools}: is no JSON ({why}); need a list of tools") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -371,7 +373,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
     return choose_chat_format(model.gguf.metadata, template=template, tools=tools, variables=args.variables)
 
 
-def drafter_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
+def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
     """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
     if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
@@ -423,12 +425,12 @@ def is_stdin_terminal() -> bool:
     return sys.stdin is None or sys.stdin.isatty()
 
 
-def format_seed(args: argparse.Namespace) -> str:
+def format_seed_flag(args: argparse.Namespace) -> str:
     """Format the flag `--seed` that repeats this text; empty at temperature 0."""
     return f"; --seed {args.seed}" if args.temp else ""
 
 
-def format_memory(session: Session) -> str:
+def format_memory_usage(session: Session) -> str:
     """Format the bytes in use on each device; with several processes also the weight bytes that each has read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
@@ -436,5 +438,5 @@ def format_memory(session: Session) -> str:
     for device, used_bytes in zip(local_devices, store.nbytes(), strict=True):
         parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
-        parts.append(f"{world.name(world.rank)} read {format_bytes(store.nread)} of weights")
+        parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.nread)} of weights")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -19,25 +19,30 @@ from ..inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT
 from ..language_model import Model
 from ..open_model import read_text
 from ..terminal.arguments import (
-    as_flags,
     parse_json_object,
     parse_natural,
     parse_natural_or_minus_one,
     parse_number,
     parse_positive,
+    use_flag_names,
 )
 from ..terminal.blas_threads import set_blas_threads
-from ..terminal.output import write_data, write_log_line
-from .plan import describe_fit, plan_and_session_plan, read_step_graph, session_workload
+from ..terminal.output import write_line_to_stderr, write_to_stdout
+from .plan import (
+    describe_memory_fit_and_speed,
+    make_requested_and_session_plans,
+    make_session_workload,
+    read_step_graph,
+)
 from .shared_flags import (
     EXACT_HELP,
     add_adapter_flags,
     add_batch_flag,
     add_cache_flags,
-    add_group_flags,
+    add_device_flags,
     add_model_flags,
     add_packed_flag,
-    cache_dtypes,
+    cache_dtypes_from_flags,
     device_group_from_flags,
 )
 
@@ -121,7 +126,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dry-run", action="store_true", help="print memory and predicted speed, load nothing, and end")
     add_batch_flag(sub, DEFAULT_BATCH, "most prompt tokens of a run (512)")
     sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
-    add_group_flags(sub, sub)
+    add_device_flags(sub, sub)
     add_adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
     sub.add_argument("--fast", action="store_true", help="compute in 16 bits where that is faster")
@@ -171,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         set_blas_threads(args.threads)
     if args.dry_run:
-        return print_prediction(args)
+        return print_dry_run_prediction(args)
     options = read_server_options(args)
     check_server_options(options)
     model, name = open_served_model(args)
@@ -189,19 +194,19 @@ def run(args: argparse.Namespace) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
 
         service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
-        limit_garbage()
+        lower_gc_threshold()
         try:
-            code = run_server(service, options, lambda url: write_log_line(f"hocket: serves {name} at {url}"))
+            code = run_server(service, options, lambda url: write_line_to_stderr(f"hocket: serves {name} at {url}"))
         finally:
             service.close(0.0)
         if service.error is not None and args.debug:
             traceback.print_exception(service.error)
         if failures:
-            write_log_line(f"hocket: the engine has failed: {failures[0]}")
+            write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
         return 1 if failures else code
 
 
-def limit_garbage() -> None:
+def lower_gc_threshold() -> None:
     """Lower the threshold of the cyclic garbage collector from its value for short commands.
 
     A server runs for a long time, and libraries leave cycles after a request: jinja2 leaves 400 objects after each
@@ -216,7 +221,9 @@ def limit_garbage() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    group = device_group_from_flags(args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes(args))
+    group = device_group_from_flags(
+        args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes_from_flags(args)
+    )
     span = args.control_vector_layer_range
     model = Model(
         args.model,
@@ -324,23 +331,23 @@ def _read_api_keys(path: str | None) -> tuple[str, ...]:
     return found
 
 
-def print_prediction(args: argparse.Namespace) -> int:
+def print_dry_run_prediction(args: argparse.Namespace) -> int:
     """Print the memory fit, the predicted speed and the plan of a decode step with all slots, for `--dry-run`.
 
     Returns:
         The exit code: 1 if memory is too small, else 0.
     """
-    group = device_group_from_flags(args, **cache_dtypes(args))
+    group = device_group_from_flags(args, **cache_dtypes_from_flags(args))
     graph_of = partial(read_step_graph, args.model, context=args.context, tokens=1, caches=group.cache_dtypes)
     graph, context = graph_of(sequences=args.parallel)
     if context is None:
         raise ModelError(f"{args.model}: is a graph; give a model")
-    workload = session_workload(args, group, context, args.parallel)
-    requested, plan = plan_and_session_plan(graph, group, None, workload)
+    workload = make_session_workload(args, group, context, args.parallel)
+    requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
-    fit = describe_fit(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    write_data(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
+    fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
+    write_to_stdout(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
     if problem := describe_memory_problem(requested, context=context):
-        write_log_line(f"hocket: does not fit with {args.parallel} slots: {as_flags(problem)}")
+        write_line_to_stderr(f"hocket: does not fit with {args.parallel} slots: {use_flag_names(problem)}")
         return 1
     return 0

@@ -27,7 +27,7 @@ from ..terminal.arguments import (
     parse_shares,
 )
 from ..terminal.blas_threads import set_blas_threads
-from ..terminal.output import write_log_line
+from ..terminal.output import write_line_to_stderr
 
 DEVICES_HELP = (
     "devices, as cpu:0,cpu:1 (cpu:0). Parts of one device are cuda:0.0 and cuda:0.1. Under mpiexec, cpu:0@1 is a "
@@ -49,7 +49,7 @@ def add_model_flags(
 
 def add_session_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of all commands that run a model in a session."""
-    add_group_flags(sub, sub)
+    add_device_flags(sub, sub)
     add_adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
     add_transfer_dtype_flag(sub)
@@ -62,7 +62,7 @@ def add_session_flags(sub: argparse.ArgumentParser) -> None:
     )
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "maximum tokens of a run")
-    mark_multi_rank(sub)
+    mark_as_multi_rank_command(sub)
     sub.add_argument(
         "-t", "--threads", type=parse_positive, metavar="N", help="threads of each device (its share of the processors)"
     )
@@ -98,12 +98,12 @@ def load_model_from_flags(args: argparse.Namespace) -> Model:
     )
 
 
-def mark_multi_rank(sub: argparse.ArgumentParser) -> None:
+def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
     """Mark a command that all ranks run together under mpiexec; rank 0 alone runs the other commands."""
     sub.set_defaults(in_ranks=True)
 
 
-def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
+def add_device_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
     """Add the flags of the device group: devices, split mode, tensor split and placement.
 
     Args:
@@ -152,7 +152,7 @@ def add_packed_flag(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def cache_dtypes(args: argparse.Namespace) -> dict[str, str | None]:
+def cache_dtypes_from_flags(args: argparse.Namespace) -> dict[str, str | None]:
     """Return the KV-cache dtypes that the flags give, as fields of `DeviceGroup`."""
     return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
 
@@ -185,7 +185,7 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
         finally:
             trace.save(path)
             left = f" ({trace.left_out} more were not traced)" if trace.left_out else ""
-            write_log_line(
+            write_line_to_stderr(
                 f"{path}: {len(trace.runs)} runs{left}; open it in ui.perfetto.dev, or give it to hocket view --trace"
             )
 
@@ -220,7 +220,7 @@ def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
     return (
         None
         if args.watch is None
-        else ValueWatch(args.watch, lambda seen: write_log_line("\n".join(seen.format_lines())))
+        else ValueWatch(args.watch, lambda seen: write_line_to_stderr("\n".join(seen.format_lines())))
     )
 
 
@@ -230,14 +230,14 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
     if args.threads:
         set_blas_threads(args.threads)
-    computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes(args)}
+    computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes_from_flags(args)}
     computed["keep_packed"] = args.keep_packed
     group = device_group_from_flags(args, threads=args.threads, **computed)
     watch = value_watch_from_flags(args) if watched else None
     return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
 
 
-def broadcast_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
+def broadcast_text_from_rank_0(args: argparse.Namespace, read: Callable[[], str]) -> str:
     """Read a text on rank 0, and broadcast it to all ranks."""
     keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
-    return str(args.world.broadcast_from_first(lambda: read().encode(errors=keep)).decode(errors=keep))
+    return str(args.world.broadcast_from_rank_0(lambda: read().encode(errors=keep)).decode(errors=keep))

@@ -7,7 +7,7 @@ import json
 
 from ..gguf import open_gguf
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from .shared_flags import add_model_flags
 
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_from_metadata(open_gguf(args.model, header_only=True).metadata)
     ids = tokenizer.encode(args.prompt, add_special=args.add_special, parse_special=args.parse_special)
     if args.json:
-        write_data(json.dumps(ids) + "\n")
+        write_to_stdout(json.dumps(ids) + "\n")
     else:
-        write_data("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
+        write_to_stdout("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
     return 0

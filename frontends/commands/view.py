@@ -9,15 +9,15 @@ from pathlib import Path
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..inference.session import DEFAULT_BATCH
-from ..terminal.output import write_log_line
-from .plan import plan_and_session_plan, read_plan, read_step_graph, session_workload
+from ..terminal.output import write_line_to_stderr
+from .plan import make_requested_and_session_plans, make_session_workload, read_plan, read_step_graph
 from .shared_flags import (
     add_batch_flag,
     add_cache_flags,
     add_context_flag,
-    add_group_flags,
+    add_device_flags,
     add_model_flags,
-    cache_dtypes,
+    cache_dtypes_from_flags,
     device_group_from_flags,
 )
 
@@ -29,7 +29,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(sub, "GGUF file (only its header is read), dumped graph, or plan in JSON", "MODEL|GRAPH|PLAN")
     sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the name of the model with .html)")
     where = sub.add_mutually_exclusive_group()
-    add_group_flags(sub, where)
+    add_device_flags(sub, where)
     where.add_argument("--simulate", metavar="SPEC", help="simulated devices, as h200:8,nvlink or rtx3090:2")
     where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
     add_context_flag(sub)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     page = build_page(args, name)
     out = args.out or f"{Path(name).stem}.html"
     page.save(out)
-    write_log_line(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
+    write_line_to_stderr(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
     return 0
 
 
@@ -60,27 +60,28 @@ def build_page(args: argparse.Namespace, title: str) -> Page:
     Raises:
         ModelError, GraphError, PlanError, BackendError: The file or the combination of flags is wrong.
     """
-    if args.diff is not None and not is_plan(args.diff):
+    if args.diff is not None and not is_plan_file(args.diff):
         raise ModelError(f"{args.diff}: is no plan in JSON; write one with `hocket plan -o`")
     if args.graph and args.trace:
         raise ModelError("a graph alone has no steps that took time; leave out --graph or --trace")
     before = None if args.diff is None else read_plan(args.diff)
     make_page = partial(view_plan, before=before, trace=args.trace, title=title)
-    if is_plan(args.model):
+    if is_plan_file(args.model):
         plan = read_plan(args.model)
         return view_graph(plan.graph, title=title) if args.graph else make_page(plan)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = device_group_from_flags(args, **cache_dtypes(args))
+    on = device_group_from_flags(args, **cache_dtypes_from_flags(args))
     graph, context = read_step_graph(args.model, context=args.context, tokens=tokens, caches=on.cache_dtypes)
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)
     return make_page(
-        plan_and_session_plan(graph, on, args.simulate, session_workload(args, on, context))[1], tokens=known
+        make_requested_and_session_plans(graph, on, args.simulate, make_session_workload(args, on, context))[1],
+        tokens=known,
     )
 
 
-def is_plan(path: str) -> bool:
+def is_plan_file(path: str) -> bool:
     """Return whether a file is a plan in JSON: the marker of plans is in its first bytes."""
     with open(path, "rb") as file:
         start = file.read(PLAN_MARKER_BYTES)

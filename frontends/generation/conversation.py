@@ -101,7 +101,7 @@ class Conversation:
         If the template changed earlier text, the session is reset and the whole prompt is encoded.
         """
         if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):
-            return self.tokenizer.encode_further(prompt[len(self.rendered_text) :], self.tokens[-1])
+            return self.tokenizer.encode_chat_continuation(prompt[len(self.rendered_text) :], self.tokens[-1])
         self.session.reset(0)
         self.tokens = []
         return self.tokenizer.encode_chat(prompt)

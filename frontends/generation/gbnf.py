@@ -25,7 +25,7 @@ from .gbnf_parser import (
     EMPTY_SEQUENCE,
     LAST_CHARACTER,
     ROOT_RULE,
-    Characters,
+    CharacterRanges,
     Choice,
     Expression,
     GbnfParser,
@@ -34,7 +34,7 @@ from .gbnf_parser import (
     Repetition,
     Rules,
     Sequence,
-    Tokens,
+    TokenRanges,
 )
 
 GBNF_PATTERN = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -43,7 +43,7 @@ MAX_LEXEME_STATES = 5000
 """Largest number of automaton states of a lexeme; a lexeme with more states is split."""
 
 
-def convert_to_lark(
+def convert_gbnf_to_lark(
     grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
 ) -> str:
     """Convert a GBNF grammar to a Lark grammar for llguidance; a Lark grammar is returned unchanged.
@@ -87,7 +87,7 @@ def _find_references(expression: Expression) -> Iterator[str]:
 
 
 def _has_tokens(expression: Expression) -> bool:
-    return isinstance(expression, Tokens) or any(map(_has_tokens, _list_children(expression)))
+    return isinstance(expression, TokenRanges) or any(map(_has_tokens, _list_children(expression)))
 
 
 def _find_regular_rules(rules: Rules) -> frozenset[str]:
@@ -102,7 +102,7 @@ def _find_regular_rules(rules: Rules) -> frozenset[str]:
 
 
 @cache
-def _compute_lead_bytes(first: int, last: int) -> int:
+def _compute_utf8_lead_bytes(first: int, last: int) -> int:
     """Compute the set of lead bytes of the UTF-8 text of the characters `first` to `last`, as a bit mask."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
@@ -115,7 +115,7 @@ def _compute_lead_bytes(first: int, last: int) -> int:
 
 
 @cache
-def _compute_first_bytes(characters: Characters) -> int:
+def _compute_first_bytes(characters: CharacterRanges) -> int:
     """Compute the set of bytes with which a text of these characters can begin, as a bit mask."""
     ranges = sorted(characters.ranges)
     if characters.is_negated:
@@ -127,12 +127,12 @@ def _compute_first_bytes(characters: Characters) -> int:
     bits = 0
     for first, last in ranges:
         if first <= last:
-            bits |= _compute_lead_bytes(first, last)
+            bits |= _compute_utf8_lead_bytes(first, last)
     return bits
 
 
 @dataclass(frozen=True, slots=True)
-class _Automaton:
+class _GlushkovAutomaton:
     """A position automaton of an expression without recursion (Glushkov, 1961): its possible first and last positions.
 
     A position is one occurrence of characters in the expression. `is_nullable` is true if the expression may be
@@ -224,7 +224,7 @@ class _LexemeChooser:
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
-                    return frozenset((body,)) | (then if self.compute_edges(body)[2] else frozenset())
+                    return frozenset((body,)) | (then if self.compute_lexeme_properties(body)[2] else frozenset())
                 case Reference(name):
                     after[name] |= then
                     return first[name] | (then if name in nullable else frozenset())
@@ -246,21 +246,21 @@ class _LexemeChooser:
             for name, body in self.bodies.items():
                 walk(body, after[name])
                 first[name] = walk(body, frozenset())
-        groups = self.join_followers(following, first[ROOT_RULE])
+        groups = self.find_candidate_lexeme_sets(following, first[ROOT_RULE])
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
-                if self.compute_edges(a)[0] & self.compute_edges(b)[0]:
-                    found.update(each for each in (a, b) if not self.compute_edges(each)[3])
+                if self.compute_lexeme_properties(a)[0] & self.compute_lexeme_properties(b)[0]:
+                    found.update(each for each in (a, b) if not self.compute_lexeme_properties(each)[3])
         for lexeme, next_ones in following.items():
             leading = 0
             for each in next_ones:
-                leading |= self.compute_edges(each)[0]
-            if self.compute_edges(lexeme)[1] & leading:
+                leading |= self.compute_lexeme_properties(each)[0]
+            if self.compute_lexeme_properties(lexeme)[1] & leading:
                 found.add(lexeme)
         return found
 
-    def join_followers(
+    def find_candidate_lexeme_sets(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
         """Find the sets of lexemes that are candidates at the same position of a text.
@@ -276,9 +276,12 @@ class _LexemeChooser:
             groups = {start, *following.values()}
             is_stable = True
             for group in groups:
-                singles = [each for each in group if self.compute_edges(each)[3]]
+                singles = [each for each in group if self.compute_lexeme_properties(each)[3]]
                 for a, b in combinations(singles, 2):
-                    if following[a] != following[b] and self.compute_edges(a)[0] & self.compute_edges(b)[0]:
+                    if (
+                        following[a] != following[b]
+                        and self.compute_lexeme_properties(a)[0] & self.compute_lexeme_properties(b)[0]
+                    ):
                         following[a] = following[b] = following[a] | following[b]
                         is_stable = False
             if is_stable:
@@ -290,7 +293,7 @@ class _LexemeChooser:
         def is_nullable(expression: Expression) -> bool:
             match expression:
                 case Lexeme(body):
-                    return self.compute_edges(body)[2]
+                    return self.compute_lexeme_properties(body)[2]
                 case Reference(name):
                     return name in nullable
                 case Sequence(items):
@@ -305,7 +308,7 @@ class _LexemeChooser:
             nullable |= new
         return nullable
 
-    def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+    def compute_lexeme_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
         """Compute the properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
@@ -319,7 +322,7 @@ class _LexemeChooser:
             first_bytes = 0
             for p in whole.first:
                 first_bytes |= sets[p]
-            is_single = isinstance(lexeme, Characters)
+            is_single = isinstance(lexeme, CharacterRanges)
             self.edges[lexeme] = (
                 first_bytes,
                 _compute_extension_bytes(whole, sets, follow),
@@ -328,15 +331,15 @@ class _LexemeChooser:
             )
         return self.edges[lexeme]
 
-    def build_automaton(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
+    def build_automaton(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _GlushkovAutomaton:
         if len(sets) > MAX_LEXEME_STATES:
-            return _Automaton(True, frozenset(), frozenset())
+            return _GlushkovAutomaton(True, frozenset(), frozenset())
         match expression:
-            case Characters():
+            case CharacterRanges():
                 sets.append(_compute_first_bytes(expression))
                 follow.append(set())
                 here = frozenset((len(sets) - 1,))
-                return _Automaton(False, here, here)
+                return _GlushkovAutomaton(False, here, here)
             case Reference(name):
                 return self.build_automaton(self.rules[name], sets, follow)
             case Sequence(items):
@@ -348,10 +351,10 @@ class _LexemeChooser:
                     first |= part.first if is_nullable else frozenset()
                     last = part.last | (last if part.is_nullable else frozenset())
                     is_nullable &= part.is_nullable
-                return _Automaton(is_nullable, first, last)
+                return _GlushkovAutomaton(is_nullable, first, last)
             case Choice(items):
                 parts = [self.build_automaton(item, sets, follow) for item in items]
-                return _Automaton(
+                return _GlushkovAutomaton(
                     any(part.is_nullable for part in parts),
                     frozenset[int]().union(*(part.first for part in parts)),
                     frozenset[int]().union(*(part.last for part in parts)),
@@ -361,11 +364,11 @@ class _LexemeChooser:
                 if maximum != 1:
                     for p in part.last:
                         follow[p] |= part.first
-                return _Automaton(part.is_nullable or not minimum, part.first, part.last)
+                return _GlushkovAutomaton(part.is_nullable or not minimum, part.first, part.last)
         raise AssertionError(expression)  # lexemes have no tokens, and are not nested
 
 
-def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
+def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow: list[set[int]]) -> int:
     """Compute the set of bytes that extend a complete match of an automaton, as a bit mask.
 
     The set has all bytes if the automaton is too large.
@@ -412,7 +415,7 @@ def _format_lark(rules: Rules) -> str:
 
     def format_body(expression: Expression, in_lexeme: bool) -> str:
         match expression:
-            case Characters() | Tokens():
+            case CharacterRanges() | TokenRanges():
                 return expression.text
             case Lexeme(body):
                 if body not in terminals:

@@ -24,7 +24,7 @@ MAX_NESTING = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Characters:
+class CharacterRanges:
     """A grammar expression for one character in the code point ranges (first, last), or outside of them if negated."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -37,7 +37,7 @@ class Characters:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenRanges:
     """A grammar expression for one token with its id in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -76,7 +76,7 @@ class Lexeme:
     body: Expression
 
 
-Expression = Characters | Tokens | Sequence | Choice | Repetition | Reference | Lexeme
+Expression = CharacterRanges | TokenRanges | Sequence | Choice | Repetition | Reference | Lexeme
 Rules = Mapping[str, Expression]
 EMPTY_SEQUENCE = Sequence(())
 
@@ -174,7 +174,7 @@ class GbnfParser:
                 return self.parse_group()
             case ".":
                 self.position += 1
-                return Characters(((0, LAST_CHARACTER),))
+                return CharacterRanges(((0, LAST_CHARACTER),))
             case "<" | "!":
                 return self.parse_tokens()
             case _:
@@ -190,11 +190,11 @@ class GbnfParser:
         items = []
         while self.next_character != '"':
             code = self.parse_character("a closing quote")
-            items.append(Characters(((code, code),)))
+            items.append(CharacterRanges(((code, code),)))
         self.position += 1
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
-    def parse_characters(self) -> Characters:
+    def parse_characters(self) -> CharacterRanges:
         self.position += 1
         ranges, is_negated = [], self.next_character == "^"
         self.position += is_negated
@@ -211,7 +211,7 @@ class GbnfParser:
         if not ranges:
             self.fail("a character in the class")
         self.position += 1
-        return Characters(tuple(ranges), is_negated)
+        return CharacterRanges(tuple(ranges), is_negated)
 
     def parse_character(self, end: str) -> int:
         """Parse one character or escape, and return its code point; `end` names the closing text in errors."""
@@ -253,7 +253,7 @@ class GbnfParser:
         self.depth -= 1
         return inside
 
-    def parse_tokens(self) -> Tokens:
+    def parse_tokens(self) -> TokenRanges:
         start = self.position
         is_negated, number, name = self.match_pattern(TOKEN_PATTERN, "a token, as <[5]> or <|im_start|>").groups()
         token = int(number) if number else self.token_id(f"<{name}")
@@ -261,10 +261,10 @@ class GbnfParser:
             self.position = start
             self.fail(f"a token of the model, from 0 to {self.token_count - 1}")
         if not is_negated:
-            return Tokens(((token, token),))
+            return TokenRanges(((token, token),))
         left_out = sorted({token, *self.end_ids})
         edges = zip([-1, *left_out], [*left_out, self.token_count], strict=True)
-        return Tokens(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
+        return TokenRanges(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
 
     def parse_repetition(self, item: Expression) -> Expression:
         if self.next_character == "{":

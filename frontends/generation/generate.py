@@ -190,7 +190,7 @@ def sample_tokens(
         yield from _sample_sequences(session, prompts, params, known, timing, active, ahead)
     finally:
         if ahead is not None:
-            ahead.discard_rejected()
+            ahead.discard_rejected_drafts()
 
 
 def _sample_sequences(
@@ -203,7 +203,7 @@ def _sample_sequences(
     ahead: SpeculativeDecoder | None,
 ) -> Iterator[SampledToken]:
     if params.pinned_tokens is not None:
-        prompts = [_fit_prompt(session, i, p, params, known) for i, p in enumerate(prompts)]
+        prompts = [_shorten_prompt_to_context(session, i, p, params, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
         raise ModelError(EMPTY_PROMPT_ERROR)
     limit, sampling = params.limit, params.sampling
@@ -244,7 +244,7 @@ def _sample_sequences(
         is_full = counts[i] > free_tokens[i]
         if (
             counts[i] == limit
-            or (grammar_states and not grammar_states[i].accept(token))
+            or (grammar_states and not grammar_states[i].accept_token(token))
             or (is_full and limit < 0 and params.pinned_tokens is None)
         ):
             active.discard(i)
@@ -278,7 +278,7 @@ def _sample_sequences(
             yield from start_next_step(group, rows[place.start : place.stop])
         while running_groups:
             read = sum(i in active for i in steps.sequence_ranges[running_groups[0]])
-            answers = steps.finish_step() if ahead is None else [ahead.next_logits(known[0])]
+            answers = steps.finish_step() if ahead is None else [ahead.compute_next_logits(known[0])]
             # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
@@ -292,10 +292,10 @@ def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
     """
     if session.world.size == 1:
         return token
-    return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
+    return int.from_bytes(session.world.broadcast_from_rank_0(lambda: token.to_bytes(8, "little")), "little")
 
 
-def _fit_prompt(
+def _shorten_prompt_to_context(
     session: Session | MicroBatchedSession,
     i: int,
     prompt: Sequence[int],
@@ -316,7 +316,7 @@ def _fit_prompt(
     return shortened
 
 
-def compile_ahead(
+def compile_generation_plans(
     session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
 ) -> Timing:
     """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
@@ -335,7 +335,7 @@ def compile_ahead(
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.make_step(1, length, session.sequences))
         if ahead is not None:
-            ahead.prepare(len(prompt))
+            ahead.compile_plans(len(prompt))
     return Timing(planning=time.perf_counter() - start)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..errors import ModelError
 from ..gguf.tokenization.special_tokens import CONTROL, UNKNOWN
 from ..gguf.tokenization.tokenizer import Tokenizer
-from .gbnf import convert_to_lark
+from .gbnf import convert_gbnf_to_lark
 
 COMPACT_JSON = {"whitespace_flexible": False, "lenient": True}
 """Options of llguidance for JSON: no optional white space, and a list of the ignored keywords.
@@ -46,7 +46,7 @@ class _LlguidanceTokenizer:
         """Encodes by the longest match, for a text that the tokenizer would change."""
 
     def __call__(self, text: str) -> list[int]:
-        tokens = self._tokenizer.encode_inside(text)
+        tokens = self._tokenizer.encode_continuation(text)
         is_same = b"".join(self.tokens[token] for token in tokens) == text.encode()
         return tokens if is_same or self.encode_greedily is None else list(self.encode_greedily(text))
 
@@ -86,11 +86,11 @@ class Grammar:
         try:
             if grammar:
                 where = {text: i for i, text in enumerate(tokenizer.tokens)}
-                lark = convert_to_lark(grammar, where.get, tokenizer.n_tokens, tokenizer.eos_ids)
+                lark = convert_gbnf_to_lark(grammar, where.get, tokenizer.n_tokens, tokenizer.eos_ids)
                 self._rules = compiler.grammar_from_lark(lark)
             else:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
-                text = json.dumps(_with_listed_names(schema))
+                text = json.dumps(_move_listed_names_to_properties(schema))
                 self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT_JSON)
             is_wrong, messages = compiler.validate_grammar_with_warnings(self._rules, self._tokenizer)
         except Exception as why:  # every exception is caused by the text of the grammar
@@ -141,7 +141,7 @@ class GrammarState:
         masked[:count][is_allowed] = logits[:count][is_allowed]
         return masked
 
-    def accept(self, token: int) -> bool:
+    def accept_token(self, token: int) -> bool:
         """Accept `token` as the next token of the text, and return whether the text may continue.
 
         Raises:
@@ -165,21 +165,21 @@ def _join_messages(messages: list[str]) -> str:
     return " ".join("; ".join(messages).split())[:200]
 
 
-def _with_listed_names(schema: object) -> object:
+def _move_listed_names_to_properties(schema: object) -> object:
     """Move patterns that list names, such as ``^(a|b)$``, from `patternProperties` to `properties` of a JSON schema.
 
     llguidance would offer one more property of such a pattern after all its names are used.
     """
     if isinstance(schema, list):
-        return [_with_listed_names(item) for item in schema]
+        return [_move_listed_names_to_properties(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     rewritten = {
         key: value
         if key in DATA_KEYWORDS
-        else {name: _with_listed_names(subschema) for name, subschema in value.items()}
+        else {name: _move_listed_names_to_properties(subschema) for name, subschema in value.items()}
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
-        else _with_listed_names(value)
+        else _move_listed_names_to_properties(value)
         for key, value in schema.items()
     }
     patterns, properties = rewritten.get("patternProperties"), rewritten.get("properties", {})

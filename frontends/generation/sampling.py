@@ -116,14 +116,16 @@ class Sampling:
             raise ModelError(
                 f"the model gives token {best} the logit {logits[best]}; its file is damaged, fetch it again"
             )
-        adjusted = self._apply_penalties(logits, before)
+        adjusted = self._apply_bias_and_penalties(logits, before)
         if self.temperature == 0:
             return best if adjusted is logits else int(np.argmax(adjusted))
         ids, filtered_logits = self.candidates(adjusted)
         with np.errstate(over="ignore"):  # a very low temperature keeps only the first token
             return int(rng.choice(ids, p=softmax((filtered_logits - filtered_logits[0]) / self.temperature)))
 
-    def _apply_penalties(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
+    def _apply_bias_and_penalties(
+        self, logits: npt.NDArray[np.float32], before: Sequence[int]
+    ) -> npt.NDArray[np.float32]:
         """Apply bias and penalties to logits, and return a copy; the same array if there are none."""
         penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before

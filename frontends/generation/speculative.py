@@ -28,7 +28,7 @@ DEFAULT_DRAFT_TOKENS = 4
 
 
 @dataclass(slots=True)
-class AcceptanceCounts:
+class DraftAcceptanceCounts:
     """Counts of speculative decoding: runs of the large model, draft tokens, and accepted draft tokens."""
 
     run_count: int = 0
@@ -48,7 +48,7 @@ class Drafter(Protocol):
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
         """Propose up to `count` draft tokens that are likely to follow the tokens `known`."""
 
-    def prepare(self, prompt_tokens: int, count: int) -> None:
+    def compile_plans(self, prompt_tokens: int, count: int) -> None:
         """Compile the plans and kernels for `count` draft tokens after a prompt of `prompt_tokens` tokens."""
 
 
@@ -76,7 +76,7 @@ class ModelDrafter:
             tokens.append(int(session.evaluate([tokens[-1:]])[0][-1].argmax()))
         return tokens
 
-    def prepare(self, prompt_tokens: int, count: int) -> None:
+    def compile_plans(self, prompt_tokens: int, count: int) -> None:
         self.session.prepare(prompt_tokens)
         for tokens in range(1, count + 2):
             self.session.prepare(tokens, behind=prompt_tokens)
@@ -97,7 +97,7 @@ class MtpDrafter:
         seen, at = session.mtp_rows[0][-1:], session.lengths[0]
         with session.store.turn:
             while len(tokens) < count:
-                step = session.make_step(1, at + 1, 1, "guess", self.block_for_draft(len(tokens)))
+                step = session.make_step(1, at + 1, 1, "guess", self.choose_block_for_draft(len(tokens)))
                 outputs = session.executor(step).run(
                     session.model.inputs(step, Batch([[token]], [at], draft_inputs=seen))
                 )
@@ -105,12 +105,12 @@ class MtpDrafter:
                 tokens.append(token)
         return tokens
 
-    def prepare(self, prompt_tokens: int, count: int) -> None:
+    def compile_plans(self, prompt_tokens: int, count: int) -> None:
         for length in (1, prompt_tokens + count):
-            for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
+            for turn in {self.choose_block_for_draft(draft_index) for draft_index in range(count)}:
                 self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
-    def block_for_draft(self, draft_index: int) -> int:
+    def choose_block_for_draft(self, draft_index: int) -> int:
         """Choose the MTP block for the draft token number `draft_index`; the last block predicts all later tokens."""
         return min(draft_index, self.session.model.mtp_block_count - 1)
 
@@ -129,7 +129,7 @@ class SpeculativeDecoder:
 
     def __init__(self, session: Session, draft: Drafter, max_draft_tokens: int) -> None:
         self.session, self.drafter, self.max_draft_tokens = session, draft, min(max_draft_tokens, session.batch - 1)
-        self.counts = AcceptanceCounts()
+        self.counts = DraftAcceptanceCounts()
         require_same_vocabulary(session.model, draft.session.model)
         self._evaluated_tokens: list[int] = []
         """The tokens of the last run: one sampled token, then the draft tokens."""
@@ -137,7 +137,7 @@ class SpeculativeDecoder:
         """Tokens of the last run that have been sampled."""
         self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
 
-    def next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
+    def compute_next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
         """Compute the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled.
 
         If this token equals the next draft token, its logits are known already. Otherwise the rejected draft tokens
@@ -150,7 +150,7 @@ class SpeculativeDecoder:
             self._accepted_count += 1
             self.counts.accepted_tokens += 1
             return self._logits[self._accepted_count - 1 : self._accepted_count]
-        self.discard_rejected()
+        self.discard_rejected_drafts()
         room = self.session.context - self.session.lengths[0] - 1
         draft_tokens = self.drafter.draft_tokens(known, min(self.max_draft_tokens, room))
         self._evaluated_tokens, self._accepted_count = [known[-1], *draft_tokens], 1
@@ -159,15 +159,15 @@ class SpeculativeDecoder:
         self.counts.drafted_tokens += len(draft_tokens)
         return self._logits[:1]
 
-    def discard_rejected(self) -> None:
+    def discard_rejected_drafts(self) -> None:
         """Discard the rejected draft tokens of the last run from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
             rewind_last_step(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
-    def prepare(self, prompt_tokens: int) -> None:
+    def compile_plans(self, prompt_tokens: int) -> None:
         """Compile the plans and kernels of runs with draft tokens after a prompt of `prompt_tokens` tokens."""
-        self.drafter.prepare(prompt_tokens, self.max_draft_tokens)
+        self.drafter.compile_plans(prompt_tokens, self.max_draft_tokens)
         for count in range(1, self.max_draft_tokens + 2):
             self.session.prepare(count, behind=prompt_tokens, every_position=True, reversible=True)
 

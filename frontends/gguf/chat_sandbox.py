@@ -71,7 +71,7 @@ REMOVED_FILTERS = ("pprint", "striptags", "urlencode", "urlize", "wordcount", "w
 """Filters that no chat template uses; their time per character is high, for some of them quadratic."""
 
 
-class GenerationTag(Extension):
+class IgnoredGenerationTag(Extension):
     """A jinja2 extension that accepts and ignores ``{% generation %} ... {% endgeneration %}``.
 
     The tag marks text of the model for training.
@@ -149,9 +149,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         self.remaining_fuel = INITIAL_FUEL
-        tags = [loopcontrols, GenerationTag]
+        tags = [loopcontrols, IgnoredGenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.charge_value)
-        self.concat = self.join_all  # type: ignore[method-assign]  # a hook of jinja2
+        self.concat = self.join_output_pieces  # type: ignore[method-assign]  # a hook of jinja2
         self.filters["tojson"] = to_json
         self.filters = {
             name: self._wrap_counted(name, run) for name, run in self.filters.items() if name not in REMOVED_FILTERS
@@ -215,9 +215,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def join_texts(self, *parts: object) -> str:
         """Join values as one text, after consuming fuel for them: the result of ``a ~ b ~ c`` in a template."""
-        return self.join_all(str(self.charge_value(part)) for part in parts)
+        return self.join_output_pieces(str(self.charge_value(part)) for part in parts)
 
-    def join_all(self, parts: Iterable[str]) -> str:
+    def join_output_pieces(self, parts: Iterable[str]) -> str:
         """Join the output pieces of a macro or a block as one text, after a check of the total length."""
         texts = list(parts)
         self._require_size(sum(map(len, texts)))
@@ -237,7 +237,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "+":
             self._require_size(sum(len(side) for side in (left, right) if isinstance(side, (str, list, tuple))))
         elif operator == "%" and isinstance(left, str):
-            self._require_growth((left, self.charge_value(right) and 1))
+            self._require_bounded_growth((left, self.charge_value(right) and 1))
         result = super().call_binop(context, operator, left, right)
         # Comparing or printing a list consumes fuel later. Hashing a tuple does not, so its contents are charged here.
         return self.charge_length(result) if isinstance(result, list) else self.charge_value(result)
@@ -251,7 +251,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, list, tuple)):
             args = tuple(self.charge_value(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
             if isinstance(owner, str) and method.__name__ in GROWING_METHODS:
-                self._require_growth((owner, *args, *kwargs.values()))
+                self._require_bounded_growth((owner, *args, *kwargs.values()))
             self.charge_value(owner)
         return self.charge_value(super().call(context, callee, *args, **kwargs))
 
@@ -264,7 +264,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             pay = self.charge_length if name in ITEMWISE_FILTERS else self.charge_value
             charged = tuple(pay(list(arg) if isinstance(arg, Iterator) else arg) for arg in args)
             if name in GROWING_FILTERS:
-                self._require_growth((*charged, *kwargs.values()))
+                self._require_bounded_growth((*charged, *kwargs.values()))
             return pay(run(*charged, **kwargs))
 
         return count_call
@@ -275,7 +275,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 f"the chat template makes a text of more than {MAX_TEXT_CHARACTERS} characters; shorten the chat"
             )
 
-    def _require_growth(self, arguments: Iterable[object]) -> None:
+    def _require_bounded_growth(self, arguments: Iterable[object]) -> None:
         """Raise `ModelError` if a result could exceed the size limit, as by padding, repeating or replacing.
 
         The estimate is the product of the argument sizes.

@@ -31,27 +31,27 @@ class ArchitectureKeys:
     def has(self, name: str) -> bool:
         return self._full_key(name) in self.gguf.metadata
 
-    def error(self, name: str, problem: str) -> ModelError:
+    def make_key_error(self, name: str, problem: str) -> ModelError:
         """Make a one-line error about the key `name`, with the full key, the problem and a remedy."""
         return ModelError(f"{self.gguf.path}: metadata {self._full_key(name)} {problem}; {CONVERT_REMEDY}")
 
-    def count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
+    def read_count(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Read an integer from `minimum` to `MAX_I32`, or return `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
         return self._check_count(name, self.gguf.require(self._full_key(name), int), minimum)
 
-    def count_or_default(self, name: str, default: int) -> int:
+    def read_count_or_default(self, name: str, default: int) -> int:
         """Read a count, or return `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
-        return self.count(name, 0, minimum=0) or default
+        return self.read_count(name, 0, minimum=0) or default
 
-    def per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
+    def read_per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
         """Read one count per block, from one number for all blocks or from an array with a number per block."""
         return tuple(
-            self._check_count(name, n, 0) for n in self.gguf.per_layer(self._full_key(name), int, blocks, default)
+            self._check_count(name, n, 0) for n in self.gguf.read_per_layer(self._full_key(name), int, blocks, default)
         )
 
-    def integers(self, name: str, min_count: int = 0) -> tuple[int, ...]:
+    def read_integers(self, name: str, min_count: int = 0) -> tuple[int, ...]:
         """Read a list of at least `min_count` non-negative integers.
 
         The result is empty if the key is missing or is not a list.
@@ -59,86 +59,88 @@ class ArchitectureKeys:
         values = self.gguf.numbers(self._full_key(name)) if self.is_list(name) else ()
         numbers = tuple(int(value) for value in values)
         if len(numbers) < min_count or any(number < 0 for number in numbers):
-            raise self.error(name, f"holds {reprlib.repr(numbers)}; need {min_count} integers of at least 0")
+            raise self.make_key_error(name, f"holds {reprlib.repr(numbers)}; need {min_count} integers of at least 0")
         return numbers
 
-    def per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
+    def read_per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
         """Read one limit per block, a non-negative number; 0 (no limit) if the key is missing."""
-        values = self.gguf.per_layer(self._full_key(name), float, blocks, 0.0)
+        values = self.gguf.read_per_layer(self._full_key(name), float, blocks, 0.0)
         if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
-            raise self.error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
+            raise self.make_key_error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
         return values
 
-    def positive(self, name: str, default: float | None = None) -> float:
+    def read_positive(self, name: str, default: float | None = None) -> float:
         """Read a positive number that fits float32, or return `default` if the key is missing."""
         if default is not None and not self.has(name):
             return default
         value = self.gguf.require(self._full_key(name), float)
         if not MIN_POSITIVE <= value <= MAX_MAGNITUDE:  # false for NaN too
-            raise self.error(name, f"is {value}; need a positive number that float32 holds")
+            raise self.make_key_error(name, f"is {value}; need a positive number that float32 holds")
         return value
 
-    def xielu(self, blocks: int) -> tuple[tuple[float, ...], ...]:
+    def read_xielu_parameters(self, blocks: int) -> tuple[tuple[float, ...], ...]:
         """Read the parameters ``(alpha_n, alpha_p, beta, eps)`` of `ops.xielu` for each block.
 
         These keys have no prefix of the architecture.
         """
         columns = []
         for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
-            values = self.gguf.per_layer(key, float, blocks)
+            values = self.gguf.read_per_layer(key, float, blocks)
             if bad := [v for v in values if not abs(v) <= MAX_MAGNITUDE]:
                 problem = f"metadata {key} holds {bad[0]}; need numbers that float32 holds"
                 raise ModelError(f"{self.gguf.path}: {problem}; {CONVERT_REMEDY}")
             columns.append(values)
         return tuple(zip(*columns, strict=True))
 
-    def number(self, name: str, default: float) -> float:
+    def read_number(self, name: str, default: float) -> float:
         """Read a number, or return `default` if the key is missing or the number does not fit float32."""
         value = self.gguf.get(self._full_key(name), float, default)
         return value if abs(value) <= MAX_MAGNITUDE else default
 
-    def eps(self, name: str) -> float:
+    def read_epsilon(self, name: str) -> float:
         """Read the epsilon of a norm, a non-negative number; the key is required."""
         value = self.gguf.require(self._full_key(name), float)
-        return value if value == 0.0 else self.positive(name)
+        return value if value == 0.0 else self.read_positive(name)
 
-    def positive_or_none(self, name: str) -> float | None:
+    def read_positive_or_none(self, name: str) -> float | None:
         """Read a positive number, or return `None` if the key is missing or 0; converters write 0 for unset."""
-        return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.positive(name)
+        return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.read_positive(name)
 
-    def choice(self, name: str, default: str, known: Sequence[str]) -> str:
+    def read_choice(self, name: str, default: str, known: Sequence[str]) -> str:
         """Read a text that is one of `known`, or return `default` if the key is missing."""
         word = self.gguf.get(self._full_key(name), str, default)
         if word not in known:
-            raise self.error(name, f"is {reprlib.repr(word)}; need one of {', '.join(known)}")
+            raise self.make_key_error(name, f"is {reprlib.repr(word)}; need one of {', '.join(known)}")
         return word
 
-    def per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
+    def read_per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
         """Read one boolean per block; integers count too, because llama.cpp writes integers."""
         value = self.gguf.metadata.get(self._full_key(name))
         first = value[0] if isinstance(value, MetadataArray) and len(value) else value
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
-        return tuple(flag != 0 for flag in self.gguf.per_layer(self._full_key(name), kind, blocks))
+        return tuple(flag != 0 for flag in self.gguf.read_per_layer(self._full_key(name), kind, blocks))
 
-    def flag(self, name: str, default: bool) -> bool:
+    def read_flag(self, name: str, default: bool) -> bool:
         """Read a boolean, or return `default` if the key is missing; a non-zero integer counts as true."""
-        return self.per_block_flags(name, 1)[0] if self.has(name) else default
+        return self.read_per_block_flags(name, 1)[0] if self.has(name) else default
 
     def is_list(self, name: str) -> bool:
         """Return whether the value of the key is a list, as opposed to one value for all blocks."""
         return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
 
-    def block_count(self) -> int:
+    def read_block_count(self) -> int:
         """Read ``block_count``, the number of blocks of the model.
 
         The count is at most the tensor count of the file; this bounds loops over a damaged count.
         """
-        blocks = self.count("block_count")
+        blocks = self.read_count("block_count")
         if blocks > len(self.gguf.tensors):
-            raise self.error("block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors")
+            raise self.make_key_error(
+                "block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors"
+            )
         return blocks
 
-    def vocabulary_rows(self) -> int:
+    def count_vocabulary_rows(self) -> int:
         """Return the number of rows of the token embedding, which may exceed the token count of the tokenizer."""
         return self.gguf.tensor("token_embd.weight").shape[0]
 
@@ -148,5 +150,5 @@ class ArchitectureKeys:
     def _check_count(self, name: str, value: int, minimum: int) -> int:
         if not minimum <= value <= MAX_I32:
             bound = f"at least {minimum}" if value < minimum else f"at most {MAX_I32}"
-            raise self.error(name, f"is {value}; need {bound}")
+            raise self.make_key_error(name, f"is {value}; need {bound}")
         return value

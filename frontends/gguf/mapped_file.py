@@ -39,18 +39,18 @@ class MappedFile:
     inode: str = ""
     """Device and inode number of the file; empty if unknown."""
 
-    def release(self, start: int, end: int) -> None:
+    def release_memory(self, start: int, end: int) -> None:
         """Release the memory pages of the bytes `start` to `end`; a later read loads them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
-    def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
+    def make_error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
         """Make a one-line error about this file: its path, the problem and a remedy."""
-        return ModelError(f"{format_name(str(self.path))}: {problem}; {remedy}")
+        return ModelError(f"{format_name_for_message(str(self.path))}: {problem}; {remedy}")
 
 
-def format_name(name: str, limit: int = 120) -> str:
+def format_name_for_message(name: str, limit: int = 120) -> str:
     """Format a name for a one-line message, with escaped control characters and at most about `limit` characters.
 
     The middle of a longer name becomes an ellipsis.
@@ -66,7 +66,7 @@ def map_file(path: Path) -> MappedFile:
     Raises:
         ModelError: The path is no regular file, is empty or cannot be opened. Pipes are refused before a read blocks.
     """
-    name = format_name(str(path))
+    name = format_name_for_message(str(path))
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -79,7 +79,7 @@ def map_file(path: Path) -> MappedFile:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
-            f"{name}: cannot be opened ({format_name(reason)}); give the path of a readable .gguf file"
+            f"{name}: cannot be opened ({format_name_for_message(reason)}); give the path of a readable .gguf file"
         ) from error
     return MappedFile(path, data, len(data), file_status.st_mtime_ns, f"{file_status.st_dev}:{file_status.st_ino}")
 
@@ -98,7 +98,7 @@ class Cursor:
         self.section = where
 
     def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
-        return self.file.error(f"{self.section} {problem}", remedy)
+        return self.file.make_error(f"{self.section} {problem}", remedy)
 
     def skip(self, size: int) -> int:
         """Skip `size` bytes, and return the position of the first skipped byte from the start of the file."""
@@ -136,7 +136,7 @@ class Cursor:
         ]
 
     def _read_short_strings(self, count: int) -> list[str]:
-        at, lengths = self.position, self._find_lengths(count)
+        at, lengths = self.position, self._find_string_lengths(count)
         if lengths is None:
             return [self.read_string() for _ in range(count)]
         self.position += 8 * count + int(lengths.sum())
@@ -186,7 +186,7 @@ class Cursor:
 
         The length of each string stands before it, so the search for lengths dominates the time.
         """
-        lengths = self._find_lengths(count)
+        lengths = self._find_string_lengths(count)
         if lengths is not None:
             self.position += 8 * count + int(lengths.sum())
             return
@@ -200,7 +200,7 @@ class Cursor:
             raise self.error(f"has a last string that ends at byte {at}, but the file ends at byte {self.file.size}")
         self.position = at
 
-    def _find_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
+    def _find_string_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
         """Find the lengths in bytes of the next `count` strings, int64[count], by a vectorised search.
 
         A length below 256 is one byte and seven zero bytes. Each run of seven zeros is a candidate. The candidates

@@ -14,7 +14,7 @@ from typing import TypeAlias, Union, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
-from .mapped_file import Cursor, MappedFile, format_name
+from .mapped_file import Cursor, MappedFile, format_name_for_message
 
 MAX_DEPTH = 4
 """Largest nesting of arrays; the format permits any depth, and this bounds the recursion for hostile files."""
@@ -77,7 +77,7 @@ class MetadataArray(Sequence[MetadataValue]):
             ModelError: The elements are not numbers.
         """
         if self.item_type.storage_dtype is None:
-            raise self._file.error(f"a metadata array holds {self.item_type}s where numbers are needed")
+            raise self._file.make_error(f"a metadata array holds {self.item_type}s where numbers are needed")
         if self.item_type is MetadataType.BOOL:
             # Every non-zero byte counts as true, as in ggml; a NumPy bool must be 0 or 1.
             flags: np.ndarray = np.frombuffer(self._file.data, np.uint8, self.length, self._start) != 0
@@ -91,7 +91,7 @@ class MetadataArray(Sequence[MetadataValue]):
             ModelError: The elements are not strings.
         """
         if self.item_type is not MetadataType.STRING:
-            raise self._file.error(f"a metadata array holds {self.item_type}s where strings are needed")
+            raise self._file.make_error(f"a metadata array holds {self.item_type}s where strings are needed")
         return self._decode_all()  # type: ignore[return-value]  # numeric by the check above
 
     def compute_digest(self) -> bytes:
@@ -112,7 +112,7 @@ class MetadataArray(Sequence[MetadataValue]):
         cursor = Cursor(self._file, self._start, "metadata array")
         if self.item_type is MetadataType.STRING:
             return [*cursor.read_strings(self.length)]
-        return [read_array(cursor) for _ in range(self.length)]
+        return [read_undecoded_array(cursor) for _ in range(self.length)]
 
     def __len__(self) -> int:
         return self.length
@@ -146,14 +146,14 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
     for i in range(count):
         cursor.section = f"metadata pair {i + 1} of {count}"
         key = cursor.read_name()
-        cursor.section = f"metadata {format_name(key)}"
+        cursor.section = f"metadata {format_name_for_message(key)}"
         if key in pairs:
             raise cursor.error("appears twice")
         pairs[key] = _read_value(cursor)
     return pairs
 
 
-def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
+def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
     """Read the array at the cursor without decoding its elements, after a check that the file contains all of them."""
     kind = _read_type(cursor)
     count = cursor.read_u64()
@@ -167,7 +167,7 @@ def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
         if depth == MAX_DEPTH:
             raise cursor.error(f"nests arrays more than {MAX_DEPTH} deep")
         for _ in range(count):
-            read_array(cursor, depth + 1)
+            read_undecoded_array(cursor, depth + 1)
     else:
         cursor.skip(count * kind.min_bytes)
     return MetadataArray(kind, count, cursor.file, start, cursor.position)
@@ -185,6 +185,6 @@ def _read_value(cursor: Cursor) -> MetadataValue:
     if kind is MetadataType.STRING:
         return cursor.read_string()
     if kind.scalar_format is None:
-        return read_array(cursor)
+        return read_undecoded_array(cursor)
     value: int | float | bool = kind.scalar_format.unpack_from(cursor.file.data, cursor.skip(kind.min_bytes))[0]
     return value

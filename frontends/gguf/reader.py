@@ -21,9 +21,9 @@ import numpy as np
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import did_you_mean
 from ..errors import ModelError
-from .mapped_file import Cursor, MappedFile, format_name, map_file
+from .mapped_file import Cursor, MappedFile, format_name_for_message, map_file
 from .metadata import MetadataArray, MetadataType, MetadataValue, read_metadata
-from .tensor import Tensor, read_entries, resolve_entries
+from .tensor import Tensor, read_tensor_entries, resolve_tensor_entries
 
 MAGIC = b"GGUF"
 LFS_PREFIX = b"version https://git-lfs"
@@ -71,7 +71,7 @@ class Gguf:
         """Return the metadata value of `key`; raise `ModelError` if it is missing or not of type `kind`."""
         value = self.get(key, kind)
         if value is None:
-            raise self._make_error(f"metadata {format_name(key)} is missing; need {_describe_type(kind)}")
+            raise self._make_error(f"metadata {format_name_for_message(key)} is missing; need {_describe_type(kind)}")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Gguf:
         """
         array = self.require(key, MetadataArray)
         if array.item_type is not MetadataType.STRING:
-            raise self._make_error(f"metadata {format_name(key)} is {array!r}; need an array of strings")
+            raise self._make_error(f"metadata {format_name_for_message(key)} is {array!r}; need an array of strings")
         return array.strings()
 
     def numbers(self, key: str) -> np.ndarray:
@@ -93,10 +93,12 @@ class Gguf:
         """
         array = self.require(key, MetadataArray)
         if array.item_type.storage_dtype is None:
-            raise self._make_error(f"metadata {format_name(key)} is {array!r}; need an array of numbers")
+            raise self._make_error(f"metadata {format_name_for_message(key)} is {array!r}; need an array of numbers")
         return array.numpy()
 
-    def per_layer(self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None) -> tuple[Scalar, ...]:
+    def read_per_layer(
+        self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None
+    ) -> tuple[Scalar, ...]:
         """Read one metadata value per layer, from one value for all layers or from an array with a value per layer.
 
         Raises:
@@ -104,14 +106,13 @@ class Gguf:
         """
         value: MetadataValue | None = self.metadata.get(key, default)
         if value is None:
-            raise self._make_error(
-                f"metadata {format_name(key)} is missing; need {_describe_type(kind)} or an array of {layers}"
-            )
+            need = f"need {_describe_type(kind)} or an array of {layers}"
+            raise self._make_error(f"metadata {format_name_for_message(key)} is missing; {need}")
         if not isinstance(value, MetadataArray):
             return (self._convert(key, value, kind),) * layers
         if len(value) < layers:
             raise self._make_error(
-                f"metadata {format_name(key)} is {value!r}; need a value for each of {layers} layers"
+                f"metadata {format_name_for_message(key)} is {value!r}; need a value for each of {layers} layers"
             )
         return tuple(self._convert(key, item, kind) for item in value[:layers])
 
@@ -120,10 +121,12 @@ class Gguf:
         stored = self.tensors.get(name)
         if stored is None:
             hint = did_you_mean(name, self.tensors)
-            raise self._make_error(f"tensor {format_name(name)} is missing from {len(self.tensors)} tensors{hint}")
+            raise self._make_error(
+                f"tensor {format_name_for_message(name)} is missing from {len(self.tensors)} tensors{hint}"
+            )
         return stored
 
-    def sub_model(self, prefix: str) -> Gguf:
+    def select_tensors_under_prefix(self, prefix: str) -> Gguf:
         """Select the tensors with names under `prefix`, plus the token embedding, as a model of their own.
 
         The tensors get the names of a model with one stack of layers. Example: the encoder of T5 is under ``enc.``.
@@ -144,14 +147,17 @@ class Gguf:
                 if isinstance(value, MetadataArray)
                 else f"{type(value).__name__} {reprlib.repr(value)}"
             )
-            raise self._make_error(f"metadata {format_name(key)} is {got}; need {_describe_type(kind)}")
+            raise self._make_error(f"metadata {format_name_for_message(key)} is {got}; need {_describe_type(kind)}")
         return value
 
     def _make_error(self, problem: str) -> ModelError:
-        return ModelError(f"{format_name(str(self.path))}: {problem}; use a model converted for its architecture")
+        return ModelError(
+            f"{format_name_for_message(str(self.path))}: {problem}; use a model converted for its architecture"
+        )
 
     def __repr__(self) -> str:
-        return f"Gguf({format_name(str(self.path))}: {len(self.metadata)} metadata, {len(self.tensors)} tensors)"
+        name = format_name_for_message(str(self.path))
+        return f"Gguf({name}: {len(self.metadata)} metadata, {len(self.tensors)} tensors)"
 
 
 def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Gguf:
@@ -171,7 +177,7 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Ggu
         return Gguf(part_file.path, part_file.version, part_file.metadata, part_file.tensors, (part_file.path,))
     match = SPLIT_FILE_NAME.fullmatch(part_file.path.name)
     if not match or int(match["count"]) != count or not 0 < int(match["no"]) <= count:
-        raise part_file.file.error(
+        raise part_file.file.make_error(
             f"is part of a model in {count} files, but its name does not say which",
             f"name the parts NAME-00001-of-{count:05d}.gguf and so on",
         )
@@ -199,7 +205,7 @@ class _SplitFile:
         """Read the integer ``split.<name>``, which describes the position of this file in a split model."""
         value = self.metadata.get(f"split.{name}", default)
         if type(value) is not int or value < 0:
-            raise self.file.error(f"metadata split.{name} is {reprlib.repr(value)}; need a count")
+            raise self.file.make_error(f"metadata split.{name} is {reprlib.repr(value)}; need a count")
         # gguf-split writes the count 0 for an undivided model
         return max(value, 1) if name == "count" else value
 
@@ -210,11 +216,11 @@ def _open_split_file(path: Path, header_only: bool) -> _SplitFile:
     tensor_count, pair_count = cursor.read_u64(), cursor.read_u64()
     metadata = read_metadata(cursor, pair_count)
     cursor.section = "header"
-    entries = read_entries(cursor, tensor_count)
+    entries = read_tensor_entries(cursor, tensor_count)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-        raise cursor.file.error(f"metadata general.alignment is {reprlib.repr(alignment)}; need a power of two")
-    tensors = resolve_entries(entries, cursor, alignment, header_only)
+        raise cursor.file.make_error(f"metadata general.alignment is {reprlib.repr(alignment)}; need a power of two")
+    tensors = resolve_tensor_entries(entries, cursor, alignment, header_only)
     return _SplitFile(cursor.file, version, MappingProxyType(metadata), MappingProxyType(tensors))
 
 
@@ -222,23 +228,25 @@ def _read_version(cursor: Cursor) -> int:
     start = cursor.file.data[: len(MAGIC)]
     if start != MAGIC:
         if cursor.file.data[: len(LFS_PREFIX)] == LFS_PREFIX:
-            raise cursor.file.error("is a git-lfs pointer, not the model itself", "run git lfs pull in its folder")
-        raise cursor.file.error(f"is no GGUF file: starts with {start!r}, need {MAGIC!r}", "convert the model to GGUF")
+            raise cursor.file.make_error("is a git-lfs pointer, not the model itself", "run git lfs pull in its folder")
+        raise cursor.file.make_error(
+            f"is no GGUF file: starts with {start!r}, need {MAGIC!r}", "convert the model to GGUF"
+        )
     cursor.skip(len(MAGIC))
     version = cursor.read_u32()
     if version and version & 0xFFFF == 0:  # a small number in big-endian order
-        raise cursor.file.error(
+        raise cursor.file.make_error(
             "is big-endian; only little-endian files can be read", "convert the model on this machine"
         )
     if version not in VERSIONS:
-        raise cursor.file.error(f"is GGUF version {version}; need version 2 or 3", "convert the model again")
+        raise cursor.file.make_error(f"is GGUF version {version}; need version 2 or 3", "convert the model again")
     return version
 
 
 def _open_sibling(path: Path, part_file: _SplitFile, header_only: bool) -> _SplitFile:
     if not path.exists():
-        raise part_file.file.error(
-            f"part {format_name(path.name)} of this model is missing", "put all parts into one folder"
+        raise part_file.file.make_error(
+            f"part {format_name_for_message(path.name)} of this model is missing", "put all parts into one folder"
         )
     return _open_split_file(path, header_only)
 
@@ -250,19 +258,20 @@ def _join_split_files(parts: list[_SplitFile]) -> Gguf:
     for number, part in enumerate(parts):
         stored = part.read_split_number("no"), part.read_split_number("count", 1)
         if stored != (number, len(parts)):
-            raise part.file.error(
+            raise part.file.make_error(
                 f"says it is part {stored[0] + 1} of {stored[1]}, but its name says {number + 1} of {len(parts)}",
                 "restore the names the parts were written with",
             )
         for name, tensor in part.tensors.items():
             if name in tensors:
-                raise part.file.error(
-                    f"tensor {format_name(name)} is already in {format_name(tensors[name].file.path.name)}"
-                )
+                first_file = format_name_for_message(tensors[name].file.path.name)
+                raise part.file.make_error(f"tensor {format_name_for_message(name)} is already in {first_file}")
             tensors[name] = tensor
     expected = first.read_split_number("tensors.count")
     if len(tensors) != expected:
-        raise first.file.error(f"all {len(parts)} parts hold {len(tensors)} tensors; split.tensors.count is {expected}")
+        raise first.file.make_error(
+            f"all {len(parts)} parts hold {len(tensors)} tensors; split.tensors.count is {expected}"
+        )
     return Gguf(first.path, first.version, first.metadata, MappingProxyType(tensors), tuple(p.path for p in parts))
 
 

@@ -16,7 +16,7 @@ from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
 from ...scheduler.runtime.packed_weight_files import WeightOrigin
-from .mapped_file import Cursor, MappedFile, format_name
+from .mapped_file import Cursor, MappedFile, format_name_for_message
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16
@@ -47,7 +47,7 @@ class Tensor:
         return prod(self.shape[:-1]) * self.row_bytes
 
     @property
-    def origin(self) -> WeightOrigin:
+    def weight_origin(self) -> WeightOrigin:
         """The identity of the stored weight for caches of packed weights: path, size, modification time, offset."""
         return WeightOrigin(
             str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
@@ -63,17 +63,17 @@ class Tensor:
             ModelError: The file was opened for its header only and ends before the data.
         """
         if self.offset + self.nbytes > self.file.size:
-            raise self.file.error(
-                f"tensor {format_name(self.name)} needs bytes {self.offset} to {self.offset + self.nbytes}, but the "
-                f"file ends at byte {self.file.size}; it holds only a header",
+            raise self.file.make_error(
+                f"tensor {format_name_for_message(self.name)} needs bytes {self.offset} to "
+                f"{self.offset + self.nbytes}, but the file ends at byte {self.file.size}; it holds only a header",
                 "open a complete model",
             )
         last = self.row_bytes if self.dtype.is_quantised else self.shape[-1]
         return np.ndarray((*self.shape[:-1], last), self.dtype.storage, self.file.data, self.offset)
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Release the memory pages of the tensor data; a later read loads them from the file again."""
-        self.file.release(self.offset, self.offset + self.nbytes)
+        self.file.release_memory(self.offset, self.offset + self.nbytes)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """Return the values as float32 [*shape]: a read-only view for F32, a new array otherwise.
@@ -97,7 +97,7 @@ class TensorEntry:
     offset: int
 
 
-def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
+def read_tensor_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
     """Read the next `count` tensor descriptions of a header, in the order of the file.
 
     Raises:
@@ -109,14 +109,16 @@ def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
     for i in range(count):
         cursor.section = f"tensor {i + 1} of {count}"
         name = cursor.read_name()
-        cursor.section = f"tensor {format_name(name)}"
+        cursor.section = f"tensor {format_name_for_message(name)}"
         if name in entries:
             raise cursor.error("appears twice")
         entries[name] = TensorEntry(name, _read_shape(cursor), _read_dtype(cursor), cursor.read_u64())
     return list(entries.values())
 
 
-def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool) -> dict[str, Tensor]:
+def resolve_tensor_entries(
+    entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool
+) -> dict[str, Tensor]:
     """Resolve the tensor descriptions of a header to tensors with checked positions in the file, by name.
 
     Args:
@@ -133,7 +135,7 @@ def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, 
     tensors = {e.name: Tensor(e.name, e.shape, e.dtype, cursor.file, start + e.offset) for e in entries}
     end = MAX_TENSOR_BYTES if header_only else cursor.file.size
     for entry, tensor in zip(entries, tensors.values(), strict=True):
-        cursor.section = f"tensor {format_name(tensor.name)}"
+        cursor.section = f"tensor {format_name_for_message(tensor.name)}"
         if tensor.shape[-1] % tensor.dtype.block:
             raise cursor.error(
                 f"has rows of {tensor.shape[-1]} elements, but {tensor.dtype} needs a multiple of {tensor.dtype.block}"
@@ -147,8 +149,8 @@ def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, 
             )
     for first, second in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
         if first.offset + first.nbytes > second.offset:
-            cursor.section = f"tensor {format_name(second.name)}"
-            raise cursor.error(f"overlaps tensor {format_name(first.name)} at byte {second.offset}")
+            cursor.section = f"tensor {format_name_for_message(second.name)}"
+            raise cursor.error(f"overlaps tensor {format_name_for_message(first.name)} at byte {second.offset}")
     return tensors
 
 

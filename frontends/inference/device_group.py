@@ -25,7 +25,7 @@ CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 """Dtypes that KV caches may have."""
 
 
-def make_dtype_kind(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
+def make_dtype_name_validator(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
     """Make the argument kind (a validator) that accepts the names of the given dtypes."""
     return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
@@ -38,10 +38,10 @@ GROUP_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
         "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
         "threads": THREADS_KIND,
         "exact": BOOL,
-        "wire": make_dtype_kind(TRANSFER_DTYPES),
+        "wire": make_dtype_name_validator(TRANSFER_DTYPES),
         "fast": BOOL,
-        "cache_type_k": make_dtype_kind(CACHE_DTYPES) | NONE,
-        "cache_type_v": make_dtype_kind(CACHE_DTYPES) | NONE,
+        "cache_type_k": make_dtype_name_validator(CACHE_DTYPES) | NONE,
+        "cache_type_v": make_dtype_name_validator(CACHE_DTYPES) | NONE,
         "keep_packed": BOOL,
     }
 )
@@ -116,7 +116,7 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
         own = [name for name in names if DeviceName.parse(name).rank is None]
         everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in own]
         names = [name for name in names if name not in own] + everywhere
-    group = _exchange_device_descriptions([find_device(name) for name in names], world)
+    group = _exchange_device_properties([find_device(name) for name in names], world)
     here = [device for _, device in group if world.hosts[device.rank or 0] == world.hosts[world.rank]]
     threads = compute_threads_per_device(len(here), on.threads)
     exact = (
@@ -126,9 +126,7 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
     return [(backend.with_threads(threads), device) for backend, device in exact]
 
 
-def _exchange_device_descriptions(
-    group: Sequence[tuple[Backend, Device]], world: World
-) -> list[tuple[Backend, Device]]:
+def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
     """Return the devices with the properties that their own processes report.
 
     Devices of one machine that share its memory do so across processes.

@@ -18,7 +18,15 @@ from ...graph.validation import ANY, BOOL, integer_between, list_of, require, va
 from ...scheduler import DeferredInterrupts, Plan
 from ..errors import ModelError
 from ..models import Model
-from .prefill_chunks import F32, ChunkedPrefill, PrefillChunk, as_token_ids, join_rows, next_power_of_two, split_tokens
+from .prefill_chunks import (
+    F32,
+    ChunkedPrefill,
+    PrefillChunk,
+    as_token_ids,
+    join_chunk_rows,
+    next_power_of_two,
+    split_tokens_into_chunks,
+)
 from .rewind import make_checkpoint, restore_checkpoint
 from .session import DEFAULT_BATCH, Session
 
@@ -100,7 +108,7 @@ class MicroBatchedSession:
         from ...scheduler import run_pipelined
 
         parts = [
-            split_tokens(own, one.choose_chunk_sizes(max(map(len, own)), max(one.lengths)))
+            split_tokens_into_chunks(own, one.choose_chunk_sizes(max(map(len, own)), max(one.lengths)))
             for one, own in zip(self.sessions, microbatch_tokens, strict=True)
         ]
         readings = [
@@ -113,8 +121,8 @@ class MicroBatchedSession:
                 one.end_prefill(reading, list(islice(outputs, len(reading.chunks))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].make_empty_rows(hidden), zip(microbatch_tokens, parts, rows, strict=True)
-        return [rows for read in answers for rows in join_rows(*read, every_position, nothing)]
+        nothing, answers = self.sessions[0].make_idle_rows(hidden), zip(microbatch_tokens, parts, rows, strict=True)
+        return [rows for read in answers for rows in join_chunk_rows(*read, every_position, nothing)]
 
     @validate_arguments(ModelError, sequence=integer_between(0))
     def reset(self, sequence: int) -> None:
@@ -157,7 +165,7 @@ class DecodeSchedule(Protocol):
         """Finish the oldest pending step: advance its sequences, and return the logits of each."""
 
 
-class _SequentialDecode:
+class _SequentialDecodeSchedule:
     """A decode schedule without overlap: all sequences in one group; `finish_step` runs the step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
@@ -172,7 +180,7 @@ class _SequentialDecode:
         return self._session.evaluate(self._tokens)
 
 
-class _PipelinedDecode:
+class _PipelinedDecodeSchedule:
     """A decode schedule with one group per micro-batch; the steps run pipelined through the devices."""
 
     def __init__(self, all_of_them: MicroBatchedSession, around: ExitStack) -> None:
@@ -187,7 +195,7 @@ class _PipelinedDecode:
         session = self._sessions[group]
         session.require_valid_tokens(tokens, first=self.sequence_ranges[group].start)
         reading = session.make_chunked_prefill([tokens])
-        if self._pipelined_runs is not None and not session.has_pipelines(reading):
+        if self._pipelined_runs is not None and not session.has_bound_pipelines(reading):
             self._pipelined_runs.wait_for_all()  # planning needs idle devices
         runs = session.bind_chunks(reading)
         if self._pipelined_runs is None:
@@ -212,9 +220,9 @@ def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool 
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:
-            yield _SequentialDecode(session)
+            yield _SequentialDecodeSchedule(session)
         else:
-            yield _PipelinedDecode(session, around)
+            yield _PipelinedDecodeSchedule(session, around)
 
 
 def make_session(

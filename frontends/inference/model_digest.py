@@ -29,7 +29,7 @@ def compute_model_digest(model: Model) -> str:
     return sha.hexdigest()
 
 
-def identify_files(files: Iterable[MappedFile]) -> str:
+def make_shared_mapping_key(files: Iterable[MappedFile]) -> str:
     """Make a key that is equal in two processes if they map the same files on the same machine.
 
     The key has the boot id of the machine, and the inode, size and time of each file. The key is empty if one of these

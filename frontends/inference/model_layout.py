@@ -15,7 +15,7 @@ from ...scheduler import HostOffload, Plan, Store, plan_with_cache
 from ...scheduler.costs.rank_speeds import agree_on_speeds
 from ..models import Model, Step
 from .device_group import DeviceGroup, resolve_devices
-from .model_digest import identify_files
+from .model_digest import make_shared_mapping_key
 from .prefill_chunks import compute_chunk_sizes
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     total = sum(t.nbytes for t in weights.values())
     tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
     done = 0
-    store.loaded_bytes.skip_ranks_with_shared_files(identify_files([t.file for t in tensors.values()]))
+    store.loaded_bytes.skip_ranks_with_shared_files(make_shared_mapping_key([t.file for t in tensors.values()]))
     for name, tensor in tensors.items():
         spec = Spec(tensor.shape, tensor.dtype)
-        store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.origin, tensor.release)
+        store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.weight_origin, tensor.release_memory)
         done += tensor.nbytes
         if on_progress:
             on_progress(LoadProgress(done, total))
     for file in {tensor.file for tensor in tensors.values()}:  # pages of the header and of read-ahead
-        file.release(0, file.size)
+        file.release_memory(0, file.size)

@@ -31,25 +31,25 @@ def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], G
         raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
     if on.exact and on.fast:
         raise ModelError("results that are to be exact are not rounded to bfloat16; leave out one of the two")
-    rules: list[NodeRewrite] = [relax_exactness] if on.fast else []
-    if on.exact and model.uses_half_activation:
-        rules.append(forbid_split_sums)
+    rules: list[NodeRewrite] = [drop_exact_attribute] if on.fast else []
+    if on.exact and model.uses_half_precision_activation:
+        rules.append(forbid_split_matmul_sums)
     if on.exact and HALF_DTYPES.intersection(on.cache_dtypes):
         rules.append(widen_attention_to_f32)
-    return partial(build_rewritten_graph, model, rules) if rules else model.graph
+    return partial(build_rewritten_step_graph, model, rules) if rules else model.graph
 
 
-def build_rewritten_graph(model: Model, rules: Sequence[NodeRewrite], step: Step) -> Graph:
+def build_rewritten_step_graph(model: Model, rules: Sequence[NodeRewrite], step: Step) -> Graph:
     """Build the graph of a step and apply the rewrites `rules` to its nodes."""
     return reduce(rewrite_graph, rules, model.graph(step))
 
 
-def relax_exactness(node: Node) -> Sequence[Value] | None:
+def drop_exact_attribute(node: Node) -> Sequence[Value] | None:
     """Drop the attribute `exact` of a node, so that backends may round to 16 bits."""
     return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
 
 
-def forbid_split_sums(node: Node) -> Sequence[Value] | None:
+def forbid_split_matmul_sums(node: Node) -> Sequence[Value] | None:
     """Forbid that devices share the sum of a matmul, so that its last bit is the same as on one device."""
     return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
 

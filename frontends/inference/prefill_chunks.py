@@ -74,7 +74,7 @@ def next_power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def split_equally(tokens: int, max_tokens: int) -> tuple[int, ...]:
+def split_into_equal_chunks(tokens: int, max_tokens: int) -> tuple[int, ...]:
     """Split `tokens` tokens into chunks of `max_tokens` tokens, and return their sizes; the last one may be smaller."""
     return tuple(min(max_tokens, tokens - start) for start in range(0, tokens, max_tokens))
 
@@ -106,7 +106,7 @@ def choose_pipelined_chunks(
     return choose_prefill_chunks(prompt_tokens, past_tokens, sizes, predicted).chunk_sizes
 
 
-def explain_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callable[[int], Plan]) -> str:
+def explain_prefill_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callable[[int], Plan]) -> str:
     """Explain in one sentence how a prompt is split into chunks, with the reason and the predicted time.
 
     Args:
@@ -149,13 +149,13 @@ def explain_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callable[[int]
     return f"{prompt_tokens} tokens are read as one, predicted to take {at_once}; {why}"
 
 
-def split_tokens(tokens: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
+def split_tokens_into_chunks(tokens: PrefillChunk, sizes: Iterable[int]) -> list[PrefillChunk]:
     """Split the new tokens of each sequence into chunks of the given sizes, in order."""
     ends = [*accumulate(sizes, initial=0)]
     return [[new[start:end] for new in tokens] for start, end in pairwise(ends)]
 
 
-def choose_chunk_outputs(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
+def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
     """Return the output kind of each chunk: ``logits`` or ``hidden``.
 
     The output matrix is large, so a chunk returns logits only if a caller needs them.
@@ -200,10 +200,12 @@ class ChunkedPrefill:
     lengths: list[int]
     recent: list[list[int]]
 
-    def split_rows_by_sequence(self, results: Iterable[Mapping[str, F32]], idle_rows: Sequence[F32]) -> list[list[F32]]:
+    def split_chunk_rows_by_sequence(
+        self, results: Iterable[Mapping[str, F32]], idle_rows: Sequence[F32]
+    ) -> list[list[F32]]:
         """Split the output rows of each chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
         outputs = zip(results, self.outputs, self.chunks, strict=True)
-        return [split_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
+        return [split_output_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
 
 
 def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
@@ -211,14 +213,14 @@ def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
     return [(i, t) for i, new in enumerate(chunk) for t in range(len(new))]
 
 
-def split_rows(rows: F32, chunk: PrefillChunk, every_position: bool, idle_rows: Sequence[F32]) -> list[F32]:
+def split_output_rows(rows: F32, chunk: PrefillChunk, every_position: bool, idle_rows: Sequence[F32]) -> list[F32]:
     """Split the output rows of a chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
     lengths = [len(new) if every_position else 1 for new in chunk]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, chunk, idle_rows, strict=True)]
 
 
-def join_rows(
+def join_chunk_rows(
     tokens: PrefillChunk,
     chunks: Sequence[PrefillChunk],
     chunk_rows: Iterable[Sequence[F32]],

@@ -95,7 +95,7 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
         ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
     """
     try:
-        header, arrays = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))
+        header, arrays = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))
         lengths, tokens = _parse_header(session, header)
         recent = _parse_recent_tokens(session, header, lengths)
         expected_shapes = {
@@ -127,7 +127,7 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
         ModelError: The state has no conversation.
     """
     try:
-        talk = _parse_saved_state(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
+        talk = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))[0]["talk"]
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):
@@ -272,7 +272,7 @@ def _restore_state(session: Session, name: str, array: npt.NDArray[np.generic], 
 
 
 @contextmanager
-def convert_file_errors() -> Iterator[None]:
+def convert_os_errors() -> Iterator[None]:
     """Convert each `OSError` in this context to a `ModelError`."""
     try:
         yield

@@ -21,7 +21,7 @@ from ...scheduler.costs.rank_speeds import agree_on_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
 from ..models.inputs.step import count_cache_rows
-from ..text_limits import require_room
+from ..text_limits import require_tokens_fit_context
 from .device_group import ONE_DEVICE, TRANSFER_DTYPES, DeviceGroup, resolve_device_name
 from .model_digest import compute_model_digest
 from .model_layout import LoadProgress as LoadProgress
@@ -35,16 +35,16 @@ from .prefill_chunks import (
     advance_lengths,
     as_token_ids,
     can_chunk,
-    choose_chunk_outputs,
+    choose_output_kinds,
     choose_pipelined_chunks,
     compute_pipeline_depth,
-    join_rows,
+    join_chunk_rows,
     list_output_positions,
     next_power_of_two,
     round_up_to_chunk_size,
-    split_equally,
-    split_rows,
-    split_tokens,
+    split_into_equal_chunks,
+    split_output_rows,
+    split_tokens_into_chunks,
 )
 from .value_watch import ValueWatch
 
@@ -107,7 +107,7 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        model.require_context(self.context)
+        model.require_context_fits(self.context)
         self.on: DeviceGroup = on if like is None else like.on
         self._graph = make_step_graph_builder(model, self.on)
         self._wire, self._cache_dtypes = TRANSFER_DTYPES[self.on.wire], self.on.cache_dtypes
@@ -187,11 +187,11 @@ class Session:
                 return self._run_chunk(token_ids, every_position, hidden, reversible)
             if reversible and longest:
                 raise ModelError(f"{longest} tokens are more than a batch of {self.batch}; only a batch can be rewound")
-            parts = split_tokens(token_ids, sizes)
+            parts = split_tokens_into_chunks(token_ids, sizes)
             runs: Iterable[list[F32]] = (self._run_chunk(part, every_position, hidden, False) for part in parts)
             if self._can_pipeline_chunks(longest):
                 runs = self._run_pipelined(parts, every_position, hidden)
-            return join_rows(token_ids, parts, runs, every_position, self.make_empty_rows(hidden))
+            return join_chunk_rows(token_ids, parts, runs, every_position, self.make_idle_rows(hidden))
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
@@ -199,7 +199,7 @@ class Session:
         length = self.lengths[0] + behind
         sizes = self.choose_chunk_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._can_pipeline_chunks(tokens, reversible)
-        outputs = choose_chunk_outputs(split_tokens([[0] * tokens], sizes), every_position, False)
+        outputs = choose_output_kinds(split_tokens_into_chunks([[0] * tokens], sizes), every_position, False)
         for count, gives in zip(sizes, outputs, strict=True):
             length += count
             step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
@@ -218,11 +218,11 @@ class Session:
             self.reversible_step = ReversibleStep(step, self.lengths, self.recent, part) if reversible else None
             self.advance_by(part)
             if self.mtp_rows and not hidden:
-                self.mtp_rows = split_rows(results["hidden"], part, every_position, self.mtp_rows)
+                self.mtp_rows = split_output_rows(results["hidden"], part, every_position, self.mtp_rows)
         if self.watch is not None:
             self.watch.report_step(results, self.lengths[0] - len(part[0]), len(part[0]))
         output = results["hidden" if hidden else "logits"]
-        return split_rows(output, part, every_position, [self.make_empty_rows(hidden)] * self.sequences)
+        return split_output_rows(output, part, every_position, [self.make_idle_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
         """Whether chunks run pipelined: on several stages, without MTP blocks, watch, trace or reversible step."""
@@ -232,8 +232,8 @@ class Session:
     def choose_chunk_sizes(self, tokens: int, past_tokens: int, reversible: bool = False) -> tuple[int, ...]:
         """Choose the chunk sizes for `tokens` new tokens of a sequence that already has `past_tokens` tokens."""
         if not self._can_pipeline_chunks(tokens, reversible):
-            return split_equally(tokens, self.batch)
-        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._round_up_context, self._plan_chunk)
+            return split_into_equal_chunks(tokens, self.batch)
+        return choose_pipelined_chunks(tokens, past_tokens, self.batch, self._get_context_bucket, self._plan_chunk)
 
     def _plan_chunk(self, tokens: int, length: int) -> Plan:
         return self.plan(self._step_of(tokens, length, self.sequences, self._gives))
@@ -253,7 +253,7 @@ class Session:
     def make_chunked_prefill(
         self, parts: Sequence[PrefillChunk], every_position: bool = False, hidden: bool = False
     ) -> ChunkedPrefill:
-        lengths, recent, outputs = self.lengths, self.recent, choose_chunk_outputs(parts, every_position, hidden)
+        lengths, recent, outputs = self.lengths, self.recent, choose_output_kinds(parts, every_position, hidden)
         steps, inputs = [], []
         for part, gives in zip(parts, outputs, strict=True):
             batch = Batch(part, lengths, list_output_positions(part) if every_position else None, recent)
@@ -266,16 +266,16 @@ class Session:
         """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
-    def has_pipelines(self, prefill: ChunkedPrefill) -> bool:
+    def has_bound_pipelines(self, prefill: ChunkedPrefill) -> bool:
         """Whether every step of a chunked prefill is already bound for pipelined runs."""
         return all(step in self._pipelines for step in prefill.steps)
 
     def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """Finish a prefill after all its chunks have run: advance the sequences, and return the rows of each chunk."""
         self.reversible_step, self.lengths, self.recent = None, prefill.lengths, prefill.recent
-        return prefill.split_rows_by_sequence(runs, [self.make_empty_rows(False)] * self.sequences)
+        return prefill.split_chunk_rows_by_sequence(runs, [self.make_idle_rows(False)] * self.sequences)
 
-    def make_empty_rows(self, hidden: bool) -> F32:
+    def make_idle_rows(self, hidden: bool) -> F32:
         """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
@@ -292,7 +292,7 @@ class Session:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
-            require_room(self.model, self.context, text, length + len(new))
+            require_tokens_fit_context(self.model, self.context, text, length + len(new))
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
                     f"sequence {i} would grow in steps, but this model sees all tokens at once; "
@@ -331,23 +331,23 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, batch = self._round_up_context(length), next_power_of_two(self.batch)
+        cells, batch = self._get_context_bucket(length), next_power_of_two(self.batch)
         return _step(
             self.sequences, tokens, cells, self.context, outputs, gives, batch, reversible, turn, *self._cache_dtypes
         )
 
-    def _round_up_context(self, length: int) -> int:
+    def _get_context_bucket(self, length: int) -> int:
         """Return the context bucket for the longest sequence, which has `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
         self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
     ) -> Step:
-        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._round_up_tokens(tokens)
+        room = round_up_to_chunk_size(tokens, self.batch) if follow else self._get_token_bucket(tokens)
         outputs = self.sequences * (room if every_position else 1)
         return self._step_of(room, length, outputs, gives, reversible)
 
-    def _round_up_tokens(self, tokens: int) -> int:
+    def _get_token_bucket(self, tokens: int) -> int:
         """Return the token bucket of a run; with a value watch the exact count, because statistics skip padding."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
@@ -359,7 +359,7 @@ class Session:
         if step not in self._plans:
             graph = self._graph(step)
             if self.watch is not None:
-                graph = self.watch.add_outputs(graph)
+                graph = self.watch.add_watched_outputs(graph)
             hardware = self._speeds.hardware_for_graph(graph)
             self._plans[step] = plan_with_cache(
                 graph, self.group, place=self._rules, like=self._layout_plan, hardware=hardware

@@ -25,7 +25,7 @@ class SessionLease:
         return session
 
     @property
-    def key(self) -> tuple[int, int]:
+    def lookup_key(self) -> tuple[int, int]:
         """The sequence count and the context in tokens; a model finds an idle lease by this key."""
         return self.session.sequences, self.session.context
 

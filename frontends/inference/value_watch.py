@@ -67,7 +67,7 @@ class ValueWatch:
 
         select_matching_values(graph, self.pattern)
 
-    def add_outputs(self, graph: Graph) -> Graph:
+    def add_watched_outputs(self, graph: Graph) -> Graph:
         """Return the graph with the watched values as further outputs."""
         from ...scheduler import select_matching_values, with_observed_values
 

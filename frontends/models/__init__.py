@@ -29,21 +29,21 @@ from .inputs.graph_builder import WINDOWS as WINDOWS
 from .inputs.graph_builder import StepGraphBuilder
 from .inputs.step import Batch as Batch
 from .inputs.step import Step as Step
-from .inputs.step import step_inputs as step_inputs
+from .inputs.step import build_step_inputs as build_step_inputs
 from .inputs.weights import ModelWeights as ModelWeights
-from .layers.rwkv import TokenShiftDecoder
-from .metadata_keys import require_defaults
+from .layers.rwkv import RwkvDecoder
+from .metadata_keys import require_supported_metadata_values
 from .multi_token_prediction import MtpGraphBuilder
-from .read_hyperparameters import read_hyperparameters, read_mtp_blocks
+from .read_hyperparameters import add_mtp_hyperparameters, read_hyperparameters
 from .residual_decoders import (
+    AlternatingStacksDecoder,
     AlternatingUpdateDecoder,
-    CyclicDecoder,
+    AttentionResidualsDecoder,
     EmbeddingSkipDecoder,
-    GatedStreamDecoder,
+    GatedMeanStreamDecoder,
     HyperConnectionDecoder,
     PerLayerEmbeddingDecoder,
     PostNormDecoder,
-    ResidualBankDecoder,
 )
 
 IGNORED_SCALES = ("ffn_*.scale", "attn_gate.scale")
@@ -52,14 +52,14 @@ DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
     {
         "": Decoder,
         "alternating": AlternatingUpdateDecoder,
-        "banked": ResidualBankDecoder,
-        "cycles": CyclicDecoder,
+        "banked": AttentionResidualsDecoder,
+        "cycles": AlternatingStacksDecoder,
         "normed sums": PostNormDecoder,
         "per layer": PerLayerEmbeddingDecoder,
-        "shifting": TokenShiftDecoder,
+        "shifting": RwkvDecoder,
         "skip": EmbeddingSkipDecoder,
         "streams": HyperConnectionDecoder,
-        "gated streams": GatedStreamDecoder,
+        "gated streams": GatedMeanStreamDecoder,
     }
 )
 """Decoder classes by the kind of their residual stream, `FamilyTraits.residuals`."""
@@ -118,17 +118,17 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Whether the model has recurrent states, which must be zero at the start of a sequence."""
-        return self.hyper.taps > 0
+        return self.hyper.max_convolution_taps > 0
 
     @property
-    def uses_half_activation(self) -> bool:
+    def uses_half_precision_activation(self) -> bool:
         """Whether some activation is computed in half precision, so that the last bits of its operand matter."""
-        return any(block.uses_half_activation for block in self.hyper.blocks)
+        return any(block.uses_half_precision_activation for block in self.hyper.blocks)
 
     @property
     def history_token_count(self) -> int:
         """Number of earlier tokens of each sequence that a `Batch` must contain; 0 without n-gram embeddings."""
-        return self.hyper.ngrams.hash_history_tokens if self.hyper.ngrams else 0
+        return self.hyper.ngrams.hash_history_token_count if self.hyper.ngrams else 0
 
     def window_tokens(self, cache: str) -> int:
         """Return the attention window in tokens of the layer that has the state ``cache``.
@@ -161,7 +161,7 @@ class Model:
         Raises:
             ModelError: The model has no MTP block, or one that hocket does not run.
         """
-        return replace(self, hyper=read_mtp_blocks(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
+        return replace(self, hyper=add_mtp_hyperparameters(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
 
     @property
     def mtp_block_count(self) -> int:
@@ -178,7 +178,7 @@ class Model:
         guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
-    def require_context(self, context: int) -> None:
+    def require_context_fits(self, context: int) -> None:
         """Raise `ModelError` unless ``context`` tokens fit into the trained context length."""
         if context > self.context_length:
             raise ModelError(
@@ -197,14 +197,16 @@ class Model:
                 f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
                 f"only where that is all of them; use a context size of at most {attended}"
             )
-        frame = StepGraphBuilder(step, taps=self.hyper.taps, steered=self.adapters.add_directions)
+        frame = StepGraphBuilder(
+            step, taps=self.hyper.max_convolution_taps, steered=self.adapters.add_control_directions
+        )
         plain = step.output_kind in ("logits", "hidden")
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.build_graph() if plain else MtpGraphBuilder(decoder).build_graph()
         self.weights.require_all_tensors_used(
             self.hyper.stored_blocks + (self.mtp_block_count if step.output_kind == "all" else 0)
         )
-        return self.adapters.apply_to_graph(graph)
+        return self.adapters.add_lora_changes(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
         """Return the input arrays of ``graph(step)`` for a batch, by input name.
@@ -220,7 +222,7 @@ class Model:
                 )
         hyper = self.hyper.mtp_blocks if step.output_kind == "guess" else self.hyper
         assert hyper is not None
-        arrays = step_inputs(step, batch, taps=hyper.taps, causal=hyper.is_causal)
+        arrays = build_step_inputs(step, batch, taps=hyper.max_convolution_taps, causal=hyper.is_causal)
         needs = hyper.select_step_inputs(step)
         arrays = {name: array for name, array in arrays.items() if name in needs}
         for feed in hyper.input_sources:
@@ -253,9 +255,9 @@ def load_model(gguf: Gguf) -> Model:
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{suggestions and ', such as ' + suggestions}"
         )
-    gguf = gguf.sub_model(family.tensor_prefix) if family.tensor_prefix else gguf
+    gguf = gguf.select_tensors_under_prefix(family.tensor_prefix) if family.tensor_prefix else gguf
     unread = family.ignores if family.has_feed_forward_scale else (*family.ignores, *IGNORED_SCALES)
     keys = ArchitectureKeys(gguf, architecture)
-    require_defaults(keys)
+    require_supported_metadata_values(keys)
     hyper = read_hyperparameters(keys, family)
     return Model(architecture, gguf, hyper, ModelWeights(gguf, unread, family.optional_tensors, hyper.source))

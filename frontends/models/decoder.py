@@ -79,7 +79,7 @@ class Decoder:
             x = ops.scale(x, scale=hyper.embedding, name="embed_scaled")
         if weights.has_tensor("position_embd.weight"):
             rows = weights.tensor_shape("position_embd.weight")[0]
-            where = ops.reshape(frame.pos, shape=(frame.step.row_count,))
+            where = ops.reshape(frame.pos, shape=(frame.step.padded_token_count,))
             x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
         if weights.has_tensor("token_types.weight"):  # all tokens have the first type
             types = weights("token_types.weight", weights.tensor_shape("token_types.weight"))
@@ -99,23 +99,23 @@ class Decoder:
         h = self.apply_block_norm(i, family.attn_norm, x)
         if layer.mixers:
             mixed = self.run_mixers(i, layer, x, h)
-            x = self.scale_for_residual(h) if family.residual_after_norm else x
+            x = self.apply_residual_scale(h) if family.residual_after_norm else x
             added = ops.add(x, mixed, name=f"{block}.attn_residual")
         else:
             added = x
         if self.is_last_block(i):
-            added = self.frame.select_needed_rows(added)
+            added = self.frame.select_output_rows_unless_mtp(added)
         if not layer.has_feed_forward:
             return added
         if layer.parallel or family.mixer == "single":
             h = self.apply_block_norm(i, family.ffn_norm, before) if layer.has_two_norms else h
-            h = self.frame.select_needed_rows(h) if self.is_last_block(i) else h
+            h = self.frame.select_output_rows_unless_mtp(h) if self.is_last_block(i) else h
         else:
             h = self.apply_block_norm(i, family.ffn_norm, added)
-        if self.is_last_block(i) and family.needs_block_input:
-            before = self.frame.select_needed_rows(before)
+        if self.is_last_block(i) and family.needs_block_input_in_ffn:
+            before = self.frame.select_output_rows_unless_mtp(before)
         y = self.run_feed_forward(i, layer, h, added, before)
-        added = self.scale_for_residual(h) if family.residual_after_norm else added
+        added = self.apply_residual_scale(h) if family.residual_after_norm else added
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
     def apply_block_norm(self, i: int, name: str, x: Value) -> Value:
@@ -124,7 +124,7 @@ class Decoder:
         absent = not name or (name.endswith("?") and not self.weights.has_tensor(f"{stem}.weight"))
         return x if absent else self.norm(self.weights, stem, x)
 
-    def scale_for_residual(self, x: Value) -> Value:
+    def apply_residual_scale(self, x: Value) -> Value:
         """Multiply ``x``, which is to be added to the residual, by the residual factor of the model."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
@@ -145,7 +145,7 @@ class Decoder:
             first = ops.add(first, other)
         if self.family.attn_post:
             first = self.post_norm(self.weights, f"blk.{i}.{self.family.attn_post}", first)
-        return first if self.family.residual_after_norm else self.scale_for_residual(first)
+        return first if self.family.residual_after_norm else self.apply_residual_scale(first)
 
     def run_feed_forward(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the feed-forward part of block i, dense or with experts: f32[n, E].
@@ -158,10 +158,14 @@ class Decoder:
             before: The residual before the block, f32[n, E].
         """
         block = f"blk.{i}"
-        y = self.run_dense_ffn(i, layer, h) if layer.experts is None else self.run_experts(i, layer, h, added, before)
+        y = (
+            self.run_dense_ffn(i, layer, h)
+            if layer.experts is None
+            else self.run_experts_and_optional_dense_ffn(i, layer, h, added, before)
+        )
         if self.family.ffn_post:
             y = self.post_norm(self.weights, f"{block}.{self.family.ffn_post}", y)
-        return y if self.family.residual_after_norm else self.scale_for_residual(y)
+        return y if self.family.residual_after_norm else self.apply_residual_scale(y)
 
     def run_dense_ffn(self, i: int, layer: Layer, h: Value) -> Value:
         """Return the result of the dense FFN of block i for ``h`` f32[n, E].
@@ -172,7 +176,7 @@ class Decoder:
             return layer.activation.apply(h)
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
-    def run_experts(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
+    def run_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
 
         Args:
@@ -189,7 +193,7 @@ class Decoder:
                 weights, block, h, experts, before if experts.family.special_routing == "early router" else None
             )
         if self.family.parallel_dense_ffn == "normed":
-            return self.run_experts_and_dense_ffn(i, layer, h, added)
+            return self.run_separately_normed_experts_and_ffn(i, layer, h, added)
         y = run_expert_layer(
             weights,
             block,
@@ -199,7 +203,7 @@ class Decoder:
         y = ops.add(y, self.run_dense_ffn(i, layer, h))
         return ops.scale(y, scale=math.sqrt(0.5)) if self.family.parallel_dense_ffn == "mean" else y
 
-    def run_experts_and_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
+    def run_separately_normed_experts_and_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
         """Return the sum of the results of experts and dense FFN, each with its own norms; the router has a third norm.
 
         Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from .inputs.family import FamilyTraits, WindowPattern
+from .inputs.family import AttentionWindowPattern, FamilyTraits
 
-ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL = WindowPattern(), WindowPattern(period=4)
-WINDOWED_WITH_BASE_10000 = WindowPattern(base=10000.0, uses_rope_scaling=False)
-FIRST_OF_FOUR_GLOBAL = WindowPattern(period=4, is_global_first=True)
+ALL_LAYERS_WINDOWED, LAST_OF_FOUR_GLOBAL = AttentionWindowPattern(), AttentionWindowPattern(period=4)
+WINDOWED_WITH_BASE_10000 = AttentionWindowPattern(base=10000.0, uses_rope_scaling=False)
+FIRST_OF_FOUR_GLOBAL = AttentionWindowPattern(period=4, is_global_first=True)
 LLAMA = FamilyTraits(rope="normal")
 LAYER_NORM = FamilyTraits(norm="layer")
 GPT2 = FamilyTraits(norm="layer", rope="none", activation="gelu")
@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         ),
         "llama4": replace(
             LLAMA,
-            windows=WindowPattern(period=4, size=8192, default=8192, is_chunked=True),
+            windows=AttentionWindowPattern(period=4, size=8192, default=8192, is_chunked=True),
             rotated_layers="every 4",
             qk_norm="bare rotated",
             temperature=(8192, 0.1, 1.0),
@@ -113,7 +113,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
             attn_norm="",
             ffn_norm="",
             rotated_layers="window|plain",
-            windows=WindowPattern(period=4, default=4096, required_layers=64),
+            windows=AttentionWindowPattern(period=4, default=4096, required_layers=64),
         ),
         "exaone-moe": FamilyTraits(
             qk_norm="before",
@@ -135,7 +135,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         "hunyuan-moe": FamilyTraits(qk_norm="after"),
         "olmo": FamilyTraits(rope="normal", norm="layer", norms_without_weight=True),
         "olmo2": replace(
-            GEMMA_BASE, attn_norm="", ffn_norm="", windows=WindowPattern(period=4, uses_rope_scaling=False)
+            GEMMA_BASE, attn_norm="", ffn_norm="", windows=AttentionWindowPattern(period=4, uses_rope_scaling=False)
         ),
         "olmoe": FamilyTraits(qk_norm="before", normalises_routing=False),
         "openelm": FamilyTraits(qk_norm="before", ignores=("attn_qkv.scale",)),
@@ -143,7 +143,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         "plamo": FamilyTraits(ffn_norm="", parallel="yes"),
         "plamo3": replace(
             GEMMA_BASE,
-            windows=WindowPattern(period=8, base=10000.0, uses_rope_scaling=False),
+            windows=AttentionWindowPattern(period=8, base=10000.0, uses_rope_scaling=False),
             ignores=("attn_qkv.scale",),
         ),
         "spark2_5": FamilyTraits(activation="half gelu", windows=ALL_LAYERS_WINDOWED),
@@ -196,7 +196,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         "glm4moe": replace(KEY_SIGMOID_ROUTING, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
         "gpt-oss": FamilyTraits(
             ffn_norm="post_attention_norm",
-            windows=WindowPattern(period=2),
+            windows=AttentionWindowPattern(period=2),
             activation="oai",
             gating="chosen",
             normalises_routing=False,
@@ -289,17 +289,19 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         "gemma2": replace(
             GEMMA2,
             qk_norm="maybe",
-            windows=WindowPattern(period=2, default=4096),
+            windows=AttentionWindowPattern(period=2, default=4096),
             softcap=30.0,
             score_cap=50.0,
             scale_of=46,
         ),
-        "gemma3": replace(GEMMA2, windows=WindowPattern(period=6, base=10000.0, uses_rope_scaling=False), scale_of=62),
+        "gemma3": replace(
+            GEMMA2, windows=AttentionWindowPattern(period=6, base=10000.0, uses_rope_scaling=False), scale_of=62
+        ),
         "gemma3n": replace(
             GEMMA2,
             value_norm=True,
             scale="one",
-            windows=WindowPattern(period=5, base=10000.0, uses_rope_scaling=False),
+            windows=AttentionWindowPattern(period=5, base=10000.0, uses_rope_scaling=False),
             cache_layers=20,
             softcap=30.0,
             sparse_gates=10,
@@ -323,14 +325,14 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
             embedding_norm="token_embd_norm",
             attn_norm="attn_norm?",
             activation="gelu erf",
-            windows=WindowPattern(period=3, is_global_first=True, base=10000.0, uses_rope_scaling=False),
+            windows=AttentionWindowPattern(period=3, is_global_first=True, base=10000.0, uses_rope_scaling=False),
         ),
         "eurobert": FamilyTraits(run_mode="encoder"),
         "neo-bert": FamilyTraits(run_mode="encoder", rope="normal", output_norm="enc.output_norm"),
         "gemma-embedding": replace(
             GEMMA2,
             softcap=None,
-            windows=WindowPattern(period=6, base=10000.0, uses_rope_scaling=False),
+            windows=AttentionWindowPattern(period=6, base=10000.0, uses_rope_scaling=False),
             run_mode="encoder",
         ),
         "t5": T5,
@@ -356,7 +358,10 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
             optional_tensors=("attn_output.scale", "attn_qkv.scale"),
         ),
         "lfm2": FamilyTraits(
-            output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", windows=WindowPattern(period=0)
+            output_norm="token_embd_norm",
+            qk_norm="before",
+            recurrent="convolution",
+            windows=AttentionWindowPattern(period=0),
         ),
         "lfm2moe": FamilyTraits(output_norm="token_embd_norm", qk_norm="before", recurrent="convolution", gating="key"),
         "kimi-linear": replace(
@@ -399,7 +404,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
         "glm-dsa": replace(SPARSE_LATENT, gating="key sigmoid", has_feed_forward_scale=True),
         "dots3note": replace(
             SPARSE_LATENT,
-            windows=WindowPattern(base=10000.0),
+            windows=AttentionWindowPattern(base=10000.0),
             has_feed_forward_scale=True,
             ignores=("attn_gate.scale",),
         ),
@@ -416,7 +421,7 @@ FAMILIES: Mapping[str, FamilyTraits] = MappingProxyType(
             mixer="compressed",
             residuals="streams",
             special_routing="gate first, one limit",
-            windows=WindowPattern(period=0),
+            windows=AttentionWindowPattern(period=0),
             ignores=("exp_probs_b_vl.*",),
         ),
         "qwen4exp": replace(

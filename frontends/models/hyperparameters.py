@@ -14,7 +14,7 @@ from ...graph import Value
 from ...graph.lazy_dataclass import dataclass
 from .inputs.family import FamilyTraits
 from .inputs.graph_builder import StepGraphBuilder
-from .inputs.step import Batch, RingCache, Step
+from .inputs.step import Batch, RingCacheInput, Step
 from .inputs.weights import ModelWeights
 from .layers.attention import Attention
 from .layers.compressed_attention import CompressedAttention, TokenBlocks
@@ -30,7 +30,7 @@ class InputSource(Protocol):
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
 
-class Mixer(Protocol):
+class TokenMixer(Protocol):
     """A token mixer: a part of a layer that lets tokens of a sequence read each other, such as attention.
 
     It maps f32[B*T, E] to f32[B*T, E]. ``taps`` is the number of taps of its short convolution; 0 if it has no state
@@ -48,7 +48,7 @@ class Mixer(Protocol):
 class Layer:
     """The hyperparameters of one block: mixers with results that are added up, and experts or a dense FFN, if any."""
 
-    mixers: tuple[Mixer, ...]
+    mixers: tuple[TokenMixer, ...]
     experts: ExpertLayer | None
     dense: bool
     has_feed_forward: bool
@@ -57,12 +57,12 @@ class Layer:
     has_two_norms: bool = False
     """Whether a parallel block has a norm for each of its two parts."""
     activation: Activation = field(default=Activation())
-    uses_half_activation: bool = False
+    uses_half_precision_activation: bool = False
     """Whether the activation is computed in half precision, so that the last bits of its operand matter."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamTraits:
+class HyperConnectionTraits:
     """The hyperparameters of hyper-connections: the number of residual streams, and constants for their weights.
 
     ``iterations`` counts the Sinkhorn iterations that normalise the mix among streams.
@@ -93,7 +93,7 @@ class Hyperparameters:
     softcap: float = 0.0
     hidden_tokens: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of tokens that are never generated: their logits are the lowest float32."""
-    streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
+    streams: HyperConnectionTraits = HyperConnectionTraits(1, 0.0, 1, 1.0)
     selected_tokens: int = 0
     """Tokens that sparse attention selects from a longer context; 0 for full attention."""
     span: int = 1
@@ -118,25 +118,25 @@ class Hyperparameters:
         return len(self.blocks)
 
     @cached_property
-    def taps(self) -> int:
-        """The largest number of taps of all short convolutions, for `step_inputs`; 0 if there are none."""
+    def max_convolution_taps(self) -> int:
+        """The largest number of taps of all short convolutions, for `build_step_inputs`; 0 if there are none."""
         taps = max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
-        return max(taps, self.ngrams.convolution_history_tokens + 1) if self.ngrams else taps
+        return max(taps, self.ngrams.convolution_history_token_count + 1) if self.ngrams else taps
 
     @cached_property
     def input_sources(self) -> tuple[InputSource, ...]:
         """The parts of the model that have graph inputs of their own, such as ring caches and n-gram embeddings."""
-        rings = map(RingCache, sorted({*self.windows.values()} - {0}))
+        rings = map(RingCacheInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
     @cached_property
     def required_inputs(self) -> frozenset[str]:
-        """The names of the inputs from `step_inputs` that graphs of the model may require."""
+        """The names of the inputs from `build_step_inputs` that graphs of the model may require."""
         names = {"tokens", "out_ids"} if self.is_causal else {"tokens", "out_ids", "last"}
         return frozenset(names).union(*(mixer.required_inputs for block in self.blocks for mixer in block.mixers))
 
     def select_step_inputs(self, step: Step) -> frozenset[str]:
-        """Return the names of the inputs from `step_inputs` that the graph of a step has.
+        """Return the names of the inputs from `build_step_inputs` that the graph of a step has.
 
         A step with ring caches only needs no ``slot``.
         """

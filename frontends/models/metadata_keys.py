@@ -20,7 +20,7 @@ READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataKey:
+class MetadataKeyUse:
     """How hocket uses a metadata key (``read``, ``ignored`` or ``default only``), why, and the accepted values."""
 
     use: str
@@ -195,23 +195,23 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {"{arch}.hrm.prefix_lm": (False,), "{arch}.altup.active_idx": (0,)}
 )
 """The accepted values of keys with effects that hocket does not compute; other values are refused."""
-METADATA_KEYS: Mapping[str, MetadataKey] = MappingProxyType(
-    {name: MetadataKey(use, reason) for reason, (use, names) in KEYS_BY_PURPOSE.items() for name in names.split()}
+METADATA_KEYS: Mapping[str, MetadataKeyUse] = MappingProxyType(
+    {name: MetadataKeyUse(use, reason) for reason, (use, names) in KEYS_BY_PURPOSE.items() for name in names.split()}
     | {
-        name: MetadataKey(DEFAULT_ONLY, "hocket computes these values alone", ok)
+        name: MetadataKeyUse(DEFAULT_ONLY, "hocket computes these values alone", ok)
         for name, ok in ACCEPTED_VALUES.items()
     }
 )
 """Every key by name."""
 
 
-def require_defaults(keys: ArchitectureKeys) -> None:
+def require_supported_metadata_values(keys: ArchitectureKeys) -> None:
     """Raise `ModelError` if the metadata have a value with an effect that hocket does not support."""
     for name, accepted in ACCEPTED_VALUES.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
             value_text = repr(value) if isinstance(value, MetadataArray) else reprlib.repr(value)
-            raise keys.error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")
+            raise keys.make_key_error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")
 
 
 if not TYPE_CHECKING:

@@ -52,7 +52,7 @@ class MtpGraphBuilder:
         outputs = {"logits": self.trunk.compute_logits(self.frame.select_output_rows(normed))}
         handed = [self.make_next_draft_input(x, normed)]
         for k in range(self.hyper.layers):
-            x, normed = self.run_block(k, self.make_draft_input(k, handed[k]))
+            x, normed = self.run_mtp_block(k, self.make_shifted_draft_input(k, handed[k]))
             handed.append(self.make_next_draft_input(x, normed))
             # With all logits as outputs, the planner shards the heads as their weights are sharded.
             if self.frame.step.output_kind == "all":
@@ -67,13 +67,13 @@ class MtpGraphBuilder:
         further drafts.
         """
         first, last = self.frame.step.draft_block, self.hyper.layers - 1
-        answers = [self.run_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
+        answers = [self.run_mtp_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
         after = min(first + 1, last)
         handed = [self.make_next_draft_input(x, normed) for x, normed in answers[: last + 1 - after]]
         rows = [self.frame.select_output_rows(row) for row in (*self.draft_inputs[:after], *handed)]
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
-    def make_draft_input(self, k: int, draft_rows: Value) -> Value:
+    def make_shifted_draft_input(self, k: int, draft_rows: Value) -> Value:
         """Make the draft input of MTP block k for each token by shifting ``draft_rows`` f32[B*T, columns] by one token.
 
         The first token of a sequence gets the draft input that the caller has kept.
@@ -83,7 +83,7 @@ class MtpGraphBuilder:
         both = ops.concat(first, frame.rows_to_sequences(draft_rows, self.draft_columns), axis=1)
         return frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
 
-    def run_block(self, k: int, before: Value) -> tuple[Value, Value]:
+    def run_mtp_block(self, k: int, before: Value) -> tuple[Value, Value]:
         """Run MTP block k, and return the residual after it and the norm of this residual, both f32[n, E].
 
         The block reads the tokens and the draft inputs ``before``.

@@ -3,70 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Protocol
 
 from ..errors import ModelError
 from ..gguf.hyperparameter_keys import ArchitectureKeys
-from .hyperparameters import Hyperparameters, Layer, Mixer, StreamTraits, collect_token_blocks, compute_ring_windows
-from .inputs.family import FamilyTraits, WindowPattern
+from .hyperparameters import (
+    HyperConnectionTraits,
+    Hyperparameters,
+    Layer,
+    TokenMixer,
+    collect_token_blocks,
+    compute_ring_windows,
+)
+from .inputs.family import AttentionWindowPattern, FamilyTraits
 from .inputs.graph_builder import AttentionWindow, TemperatureScaling
-from .layers.attention import Attention, AttentionAsMatrix
+from .layers.attention import Attention, MatrixInsteadOfAttention
 from .layers.compressed_attention import CompressedAttention
 from .layers.feed_forward import GATE_CUTOFF, Activation, Norm
-from .layers.gated_delta_net import DeltaNet, KimiDeltaAttention
 from .layers.latent_attention import LatentAttention
-from .layers.lightning_attention import LightningAttention, ShortConvolution
-from .layers.mamba import Mamba, Mamba2, Plamo2
 from .layers.moe import ExpertLayer
 from .layers.ngram_embedding import NgramEmbedding
-from .layers.rope import Rope, choose_rope_mode, read_original_context
-from .layers.rwkv import Rwkv6, Rwkv7
-from .picture_tokens import find_picture_tokens
-
-
-class RecurrentMixer(Protocol):
-    """A class of recurrent token mixers, such as `Mamba`, that some layers of a family have."""
-
-    @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> Mixer: ...
-
-
-RECURRENT_MIXERS: Mapping[str, type[RecurrentMixer]] = MappingProxyType(
-    {
-        **{"convolution": ShortConvolution, "delta": DeltaNet, "kimi": KimiDeltaAttention},
-        **{"lightning": LightningAttention, "mamba": Mamba, "mamba2": Mamba2, "plamo2": Plamo2},
-        **{"rwkv6": Rwkv6, "rwkv7": Rwkv7},
-    }
-)
+from .layers.rope import Rope, choose_rope_mode, read_original_context_length
+from .picture_tokens import find_picture_token_ranges
+from .recurrent_mixers import RECURRENT_MIXERS
 
 
 def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperparameters:
     """Read the hyperparameters of a model; raise `ModelError` if a value is missing or invalid."""
-    if family.is_causal and family.uses_attention and not keys.flag("attention.causal", True):
+    if family.is_causal and family.uses_attention and not keys.read_flag("attention.causal", True):
         if family.mixer == "compressed":
-            raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
+            raise keys.make_key_error("attention.causal", "is false; blocks of tokens need causal attention")
         family = replace(family, run_mode="at once")
-    family = family.with_post_norms() if family.swin_norm and keys.flag("swin_norm", False) else family
-    count, width = count_run_layers(keys), keys.count("embedding_length")
+    family = family.with_post_norms() if family.swin_norm and keys.read_flag("swin_norm", False) else family
+    count, width = count_layers_without_mtp(keys), keys.read_count("embedding_length")
     reader = HyperparameterReader(keys, family, count, width)
-    repeats = keys.count_or_default(family.repeat_key, 1) if family.repeat_key else 1
-    span, cycles, source = reader.read_block_span(), keys.count_or_default("hrm.l_cycles", 1), {}
+    repeats = keys.read_count_or_default(family.repeat_key, 1) if family.repeat_key else 1
+    span, cycles, source = reader.read_block_span(), keys.read_count_or_default("hrm.l_cycles", 1), {}
     if repeats > 1:
         source = {i: i % count for i in range(count * repeats)}
     if family.residuals == "cycles":
-        need = span * (cycles + 1) * keys.count("hrm.h_cycles", count // (span * (cycles + 1)))
+        need = span * (cycles + 1) * keys.read_count("hrm.h_cycles", count // (span * (cycles + 1)))
         if count != need:
-            raise keys.error("hrm.h_cycles", f"and the other cycles need {need} blocks; block_count is {count}")
+            raise keys.make_key_error(
+                "hrm.h_cycles", f"and the other cycles need {need} blocks; block_count is {count}"
+            )
         source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
     blocks = tuple(reader.read_layer(source.get(i, i), i) for i in range(count * repeats))
     return Hyperparameters(
         family=family,
-        context_length=keys.count("context_length"),
-        vocabulary_size=keys.vocabulary_rows(),
+        context_length=keys.read_count("context_length"),
+        vocabulary_size=keys.count_vocabulary_rows(),
         width=width,
         norm=reader.norm,
         blocks=blocks,
@@ -74,7 +62,7 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
         ngrams=NgramEmbedding.from_keys(keys, count),
         windows=compute_ring_windows(dict(enumerate(blocks))),
         streams=reader.read_stream_traits(),
-        selected_tokens=math.prod(keys.count(f"attention.indexer.{name}") for name in family.sparse_keys.split())
+        selected_tokens=math.prod(keys.read_count(f"attention.indexer.{name}") for name in family.sparse_keys.split())
         if family.sparse_keys
         else 0,
         span=span,
@@ -84,8 +72,10 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
         embedding=reader.read_scale_factor("embedding_scale", family.embedding),
         residual=reader.read_scale_factor("residual_scale", family.residual),
         logits=reader.read_logit_factor(),
-        hidden_tokens=find_picture_tokens(keys) if family.picture_tokens else (),
-        softcap=0.0 if family.softcap is None else keys.positive_or_none("final_logit_softcapping") or family.softcap,
+        hidden_tokens=find_picture_token_ranges(keys) if family.picture_tokens else (),
+        softcap=0.0
+        if family.softcap is None
+        else keys.read_positive_or_none("final_logit_softcapping") or family.softcap,
     )
 
 
@@ -95,10 +85,12 @@ def can_run_mtp(family: FamilyTraits) -> bool:
     return family.is_causal and plain and family.uses_attention
 
 
-def read_mtp_blocks(keys: ArchitectureKeys, hyper: Hyperparameters) -> Hyperparameters:
+def add_mtp_hyperparameters(keys: ArchitectureKeys, hyper: Hyperparameters) -> Hyperparameters:
     """Add the hyperparameters of the MTP blocks; raise `ModelError` if the file has none that hocket can run."""
     tensors, first = keys.gguf.tensors, hyper.stored_blocks
-    numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.block_count())))
+    numbers = list(
+        takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.read_block_count()))
+    )
     if not numbers:
         raise mtp_error(keys, "has no block that guesses further tokens (MTP)")
     if not can_run_mtp(hyper.family):
@@ -127,11 +119,11 @@ def mtp_error(keys: ArchitectureKeys, why: str) -> ModelError:
     return ModelError(f"{keys.gguf.path}: {why}; name a draft model with draft=FILE, or leave out draft_max=N")
 
 
-def count_run_layers(keys: ArchitectureKeys) -> int:
+def count_layers_without_mtp(keys: ArchitectureKeys) -> int:
     """Return the number of layers without the MTP blocks, which ``block_count`` includes at the end."""
-    blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, minimum=0)
+    blocks, extra = keys.read_block_count(), keys.read_count("nextn_predict_layers", 0, minimum=0)
     if extra >= blocks:
-        raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
+        raise keys.make_key_error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra
 
 
@@ -140,49 +132,49 @@ class HyperparameterReader:
 
     def __init__(self, keys: ArchitectureKeys, family: FamilyTraits, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
-        self.run_layer_count = count_run_layers(keys)
-        self.heads = keys.per_block_counts("attention.head_count", count, None if family.uses_attention else 0)
+        self.run_layer_count = count_layers_without_mtp(keys)
+        self.heads = keys.read_per_block_counts("attention.head_count", count, None if family.uses_attention else 0)
         kv_key = "attention.head_count_kv"
-        self.kv_heads = keys.per_block_counts(kv_key, count) if keys.has(kv_key) else self.heads
+        self.kv_heads = keys.read_per_block_counts(kv_key, count) if keys.has(kv_key) else self.heads
         centred = family.norm == "layer" or (
-            family.norm == "either" and not keys.positive_or_none("attention.layer_norm_rms_epsilon")
+            family.norm == "either" and not keys.read_positive_or_none("attention.layer_norm_rms_epsilon")
         )
         # Nemotron-H names the eps of its RMS norms like the eps of a layer norm.
         is_centred = centred or not keys.has("attention.layer_norm_rms_epsilon")
         eps = "layer_norm_epsilon" if is_centred else "layer_norm_rms_epsilon"
-        self.norm = Norm(keys.eps(f"attention.{eps}"), centred, family.norms_without_weight)
+        self.norm = Norm(keys.read_epsilon(f"attention.{eps}"), centred, family.norms_without_weight)
         self.windows = self._read_window_sizes()
         self.is_recurrent = self._read_recurrent_layers()
         self._ropes: dict[bool, Rope] = {}
 
     @property
     def unit(self) -> Activation:
-        linear = self.keys.positive_or_none("activation.situ_linear_beta") or 0.0
-        beta = self.keys.positive("activation.situ_beta", 1.0) if self.family.activation == "situ" else 1.0
+        linear = self.keys.read_positive_or_none("activation.situ_linear_beta") or 0.0
+        beta = self.keys.read_positive("activation.situ_beta", 1.0) if self.family.activation == "situ" else 1.0
         kind = self.family.activation
         if kind == "gelu erf":
-            kind = {"gelu": kind, "silu": "silu"}[self.keys.choice("hidden_activation", "gelu", ("gelu", "silu"))]
+            kind = {"gelu": kind, "silu": "silu"}[self.keys.read_choice("hidden_activation", "gelu", ("gelu", "silu"))]
         return Activation(kind, first="gate first" in self.family.special_routing, beta=beta, linear=linear)
 
     def make_layer_activation(self, i: int) -> Activation:
         """Return the activation of the FFN of block i."""
-        xielu = self.keys.xielu(self.count)[i] if self.family.activation == "xielu" else ()
-        limit = self.keys.per_block_limits("swiglu_clamp_shexp", self.count)[i]
+        xielu = self.keys.read_xielu_parameters(self.count)[i] if self.family.activation == "xielu" else ()
+        limit = self.keys.read_per_block_limits("swiglu_clamp_shexp", self.count)[i]
         return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
 
     def read_block_span(self) -> int:
         if self.family.residuals == "shifting":
-            return self.keys.count_or_default("rescale_every_n_layers", self.count + 1)
+            return self.keys.read_count_or_default("rescale_every_n_layers", self.count + 1)
         keys = {"banked": "attn_res.block_size", "cycles": "hrm.layers_per_stack"}
-        return self.keys.count(keys[self.family.residuals]) if self.family.residuals in keys else 1
+        return self.keys.read_count(keys[self.family.residuals]) if self.family.residuals in keys else 1
 
-    def read_stream_traits(self) -> StreamTraits:
+    def read_stream_traits(self) -> HyperConnectionTraits:
         keys = self.keys
-        return StreamTraits(
-            keys.count_or_default("hyper_connection.count", 1),
-            keys.positive_or_none("hyper_connection.epsilon") or 0.0,
-            keys.count_or_default("hyper_connection.sinkhorn_iterations", 1),
-            keys.positive_or_none("hyper_connection.magnitude") or 1.0,
+        return HyperConnectionTraits(
+            keys.read_count_or_default("hyper_connection.count", 1),
+            keys.read_positive_or_none("hyper_connection.epsilon") or 0.0,
+            keys.read_count_or_default("hyper_connection.sinkhorn_iterations", 1),
+            keys.read_positive_or_none("hyper_connection.magnitude") or 1.0,
         )
 
     def read_scale_factor(self, key: str, default: float | str | None) -> float:
@@ -190,13 +182,13 @@ class HyperparameterReader:
             return 1.0
         if isinstance(default, str):
             default = {"width": math.sqrt(self.width), "layers": 1.4 / math.sqrt(self.count), "key": 1.0}[default]
-        return self.keys.positive_or_none(key) or default
+        return self.keys.read_positive_or_none(key) or default
 
     def read_logit_factor(self) -> float:
         if not self.family.logits:
             return 1.0
         default = 256.0 / self.width if self.family.logit_default == "width" else self.family.logit_default or 1.0
-        scale = self.keys.positive_or_none("logit_scale") or default
+        scale = self.keys.read_positive_or_none("logit_scale") or default
         assert isinstance(scale, float)
         return scale if self.family.logits == "times" else 1.0 / scale
 
@@ -205,15 +197,15 @@ class HyperparameterReader:
         traits, keys = self.family.windows, self.keys
         if traits is None or (traits.required_layers and self.count != traits.required_layers):
             return (0,) * self.count
-        declared_window = keys.count("attention.sliding_window", traits.default, minimum=0)
+        declared_window = keys.read_count("attention.sliding_window", traits.default, minimum=0)
         window = (declared_window and traits.size) or declared_window
         return tuple(window if local else 0 for local in self._read_window_pattern(traits))
 
-    def _read_window_pattern(self, traits: WindowPattern) -> tuple[bool, ...]:
+    def _read_window_pattern(self, traits: AttentionWindowPattern) -> tuple[bool, ...]:
         name, keys = "attention.sliding_window_pattern", self.keys
         if keys.is_list(name):
-            return keys.per_block_flags(name, self.count)
-        period = keys.count(name, traits.period, minimum=0 if traits.period == 0 else 1)
+            return keys.read_per_block_flags(name, self.count)
+        period = keys.read_count(name, traits.period, minimum=0 if traits.period == 0 else 1)
         whole = 0 if traits.is_global_first else period - 1
         return tuple(i < self.run_layer_count and (not period or i % period != whole) for i in range(self.count))
 
@@ -232,7 +224,7 @@ class HyperparameterReader:
             mixers = self.make_mixers(weight_block)
         parallel = {
             "yes": True,
-            "key": self.keys.flag("use_parallel_residual", False),
+            "key": self.keys.read_flag("use_parallel_residual", False),
             "absent": f"{block}.{self.family.ffn_norm}.weight" not in tensors,
         }.get(self.family.parallel, False)
         return Layer(
@@ -248,10 +240,14 @@ class HyperparameterReader:
 
     def uses_experts(self, i: int) -> bool:
         """Return whether block i uses its experts; llama.cpp applies only the activation in other blocks."""
-        step = self.keys.count_or_default("interleave_moe_layer_step", 1) if self.family.has_interleaved_experts else 1
+        step = (
+            self.keys.read_count_or_default("interleave_moe_layer_step", 1)
+            if self.family.has_interleaved_experts
+            else 1
+        )
         return self.family.special_routing != "unread" and (i + 1) % step == 0
 
-    def make_mixers(self, i: int) -> tuple[Mixer, ...]:
+    def make_mixers(self, i: int) -> tuple[TokenMixer, ...]:
         if self.family.recurrent_where == "both":
             return (self.make_attention(i), self.make_recurrent_mixer(i))
         if self.is_recurrent[i]:
@@ -259,11 +255,11 @@ class HyperparameterReader:
         if not self.heads[i] and self.family.allows_headless_layers:
             return ()
         if not self.heads[i]:
-            raise self.keys.error("attention.head_count", "is 0; need at least 1")
+            raise self.keys.make_key_error("attention.head_count", "is 0; need at least 1")
         if not self.kv_heads[i] and self.family.allows_headless_layers:
-            return (AttentionAsMatrix(),)
+            return (MatrixInsteadOfAttention(),)
         if not self.kv_heads[i]:
-            raise self.keys.error("attention.head_count_kv", "is 0; need at least 1")
+            raise self.keys.make_key_error("attention.head_count_kv", "is 0; need at least 1")
         return (self.make_attention(i),)
 
     def _read_recurrent_layers(self) -> tuple[bool, ...]:
@@ -276,22 +272,24 @@ class HyperparameterReader:
         if family.recurrent_where == "kv":
             return tuple(n == 0 for n in self.kv_heads)
         if keys.is_list("attention.recurrent_layers"):
-            return keys.per_block_flags("attention.recurrent_layers", self.count)
-        interval = keys.count("full_attention_interval", family.interval)
+            return keys.read_per_block_flags("attention.recurrent_layers", self.count)
+        interval = keys.read_count("full_attention_interval", family.interval)
         return tuple((i + 1) % interval != 0 for i in range(self.count))
 
-    def make_recurrent_mixer(self, i: int) -> Mixer:
+    def make_recurrent_mixer(self, i: int) -> TokenMixer:
         return RECURRENT_MIXERS[self.family.recurrent].from_keys(self.keys, self.family, i)
 
     def make_latent_attention(self, i: int) -> LatentAttention:
         keys, family, window = self.keys, self.family, self.windows[i]
-        rope = self.layer_rope(i, keys.count_or_default("rope.dimension_count", 1)) if family.rope != "none" else None
+        rope = (
+            self.layer_rope(i, keys.read_count_or_default("rope.dimension_count", 1)) if family.rope != "none" else None
+        )
         options = self.make_attention_window(window), self.read_temperature_scaling(rope)
         return LatentAttention.from_keys(keys, family, self.norm, self.heads[i], rope, *options)
 
     def make_compressed_attention(self, i: int) -> CompressedAttention:
         keys = self.keys
-        rope, window = Rope.from_keys(keys, self.family.rope, keys.count("attention.key_length")), self.windows[i]
+        rope, window = Rope.from_keys(keys, self.family.rope, keys.read_count("attention.key_length")), self.windows[i]
         return CompressedAttention.from_keys(keys, self.norm, self.heads[i], rope, window, i)
 
     def make_attention_window(self, window: int, chunked: bool = False, distances: bool = False) -> AttentionWindow:
@@ -305,7 +303,9 @@ class HyperparameterReader:
         keys, family, heads, window = self.keys, self.family, self.heads[i], self.windows[i]
         key_size, value_size = self.read_head_sizes(i)
         if heads % self.kv_heads[i]:
-            raise keys.error("attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}")
+            raise keys.make_key_error(
+                "attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}"
+            )
         rope, cap = self.layer_rope(i, key_size), family.score_cap
         chunked = bool(window) and family.windows is not None and family.windows.is_chunked
         return Attention(
@@ -319,37 +319,39 @@ class HyperparameterReader:
             attention_window=self.make_attention_window(window, chunked, bool(self.max_alibi_bias)),
             rope=rope,
             factors=not (window and family.factors_in_global_layers_only),
-            original_context=read_original_context(keys),
+            original_context=read_original_context_length(keys),
             head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, is_centred=True),
-            qk_norm="maybe" if self.is_maverick else family.qk_norm,
-            cap=0.0 if cap is None else keys.positive_or_none("attn_logit_softcapping") or cap,
-            clamp=keys.positive_or_none("attention.clamp_kqv") or 0.0,
+            qk_norm="maybe" if self.is_llama4_maverick else family.qk_norm,
+            cap=0.0 if cap is None else keys.read_positive_or_none("attn_logit_softcapping") or cap,
+            clamp=keys.read_positive_or_none("attention.clamp_kqv") or 0.0,
             alibi=self.max_alibi_bias,
-            value_scale=keys.positive_or_none("attention.value_scale") or 1.0,
+            value_scale=keys.read_positive_or_none("attention.value_scale") or 1.0,
             source=self.find_cache_source_layer(i),
             temperature=self.read_temperature_scaling(rope),
         )
 
     @property
-    def is_maverick(self) -> bool:
+    def is_llama4_maverick(self) -> bool:
         """Whether this is Llama 4 Maverick (128 experts), which has no norms of q and k; no key says so."""
-        return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, minimum=0) == 128
+        return self.family.qk_norm == "bare rotated" and self.keys.read_count("expert_count", 0, minimum=0) == 128
 
     def find_cache_source_layer(self, i: int) -> int | None:
         """Return the layer with the KV cache that layer i reads, or `None` if layer i has its own cache."""
-        own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, minimum=0)
+        own = self.family.cache_layers or self.count - self.keys.read_count("attention.shared_kv_layers", 0, minimum=0)
         if i < own:
             return None
         kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
         if not kind:
-            raise self.keys.error("attention.shared_kv_layers", f"leaves no layer whose cache layer {i} could read")
+            raise self.keys.make_key_error(
+                "attention.shared_kv_layers", f"leaves no layer whose cache layer {i} could read"
+            )
         return kind[-1]
 
     @property
     def max_alibi_bias(self) -> float:
         if self.family.rotated_layers == "of 32":
             return self.family.alibi if self.count == 40 else 0.0
-        return self.keys.positive_or_none("attention.max_alibi_bias") or self.family.alibi
+        return self.keys.read_positive_or_none("attention.max_alibi_bias") or self.family.alibi
 
     def read_head_sizes(self, i: int) -> tuple[int, int]:
         """Read the head sizes of keys and values in layer i, by default ``width / heads``."""
@@ -357,17 +359,19 @@ class HyperparameterReader:
         max_heads = max(self.heads)
         sizes = []
         for kind in ("key", "value"):
-            default = keys.count_or_default(f"attention.{kind}_length", self.width // max_heads)
-            sizes.append(keys.count_or_default(f"attention.{kind}_length{local}", default))
+            default = keys.read_count_or_default(f"attention.{kind}_length", self.width // max_heads)
+            sizes.append(keys.read_count_or_default(f"attention.{kind}_length{local}", default))
         if not keys.has("attention.key_length") and self.width % max_heads:
-            raise keys.error("attention.head_count", f"is {max_heads}; need a divisor of embedding_length {self.width}")
+            raise keys.make_key_error(
+                "attention.head_count", f"is {max_heads}; need a divisor of embedding_length {self.width}"
+            )
         return sizes[0], sizes[1]
 
     def compute_score_scale(self, heads: int, key_size: int, rope: Rope | None) -> float:
-        if scale := self.keys.positive_or_none("attention.scale"):
+        if scale := self.keys.read_positive_or_none("attention.scale"):
             return scale
         if self.family.scale == "output":
-            return self.keys.positive_or_none("attention.output_scale") or 0.08838834764831845
+            return self.keys.read_positive_or_none("attention.output_scale") or 0.08838834764831845
         if self.count == self.family.scale_of:
             key_size = self.width // heads
         rotated = rope.n_dims if rope else key_size
@@ -384,9 +388,9 @@ class HyperparameterReader:
             return None
         floor, factor, offset = family.temperature
         if floor < 0:
-            floor = keys.count_or_default("attention.temperature_length", 0)
-        factor = factor or keys.positive_or_none("attention.temperature_scale") or 0.0
-        return (floor or read_original_context(keys), factor, offset) if factor else None
+            floor = keys.read_count_or_default("attention.temperature_length", 0)
+        factor = factor or keys.read_positive_or_none("attention.temperature_scale") or 0.0
+        return (floor or read_original_context_length(keys), factor, offset) if factor else None
 
     def layer_rope(self, i: int, key_size: int) -> Rope | None:
         if self.family.rope == "none" or not self.uses_rope(i):
@@ -402,23 +406,23 @@ class HyperparameterReader:
             "rope.dimension_count_swa" if local and keys.has("rope.dimension_count_swa") else "rope.dimension_count"
         )
         rope = Rope.from_keys(keys, choose_rope_mode(keys, family.rope), key_size, dimensions, family.log_multiplier)
-        if family.alpha and (alpha := keys.positive_or_none("rope.scaling.alpha")):
+        if family.alpha and (alpha := keys.read_positive_or_none("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
-            return rope.with_half_columns(keys) if family.half_rotation else rope
+            return rope.with_half_rotated_columns(keys) if family.half_rotation else rope
         assert family.windows is not None
-        base = Rope.read_base(keys, "rope.freq_base_swa", family.windows.base or rope.base)
+        base = Rope.read_frequency_base(keys, "rope.freq_base_swa", family.windows.base or rope.base)
         return replace(rope, base=base) if family.windows.uses_rope_scaling else Rope(rope.n_dims, rope.mode, base)
 
     def uses_rope(self, i: int) -> bool:
         """Return whether layer i has RoPE."""
         keys, window = self.keys, self.windows[i]
-        lead = keys.count("leading_dense_block_count", 0, minimum=0)
+        lead = keys.read_count("leading_dense_block_count", 0, minimum=0)
         key_name = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(
             self.family.rotated_layers
         )
         if key_name:
-            return not keys.has(key_name) or keys.per_block_flags(key_name, self.count)[i]
+            return not keys.has(key_name) or keys.read_per_block_flags(key_name, self.count)[i]
         return {
             "all": True,
             "of 32": self.count == 32,

@@ -27,7 +27,7 @@ class EmbeddingSkipDecoder(Decoder):
     def run_all_blocks(self) -> Value:
         x = first = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
-            first = self.frame.select_needed_rows(first) if self.is_last_block(i) else first
+            first = self.frame.select_output_rows_unless_mtp(first) if self.is_last_block(i) else first
             x = self.run_block(i, layer, x)
             x = ops.add(x, ops.mul(first, self.weights(f"blk.{i}.layer_output_scale.weight", (1,))))
             x = self.frame.steered(i, x)
@@ -44,11 +44,11 @@ class PerLayerEmbeddingDecoder(Decoder):
     def embed_tokens(self) -> Value:
         x = super().embed_tokens()
         self.per_layer_vectors = (
-            self.compute_per_layer_vectors(x) if self.weights.has_tensor("per_layer_token_embd.weight") else None
+            self.compute_per_layer_embeddings(x) if self.weights.has_tensor("per_layer_token_embd.weight") else None
         )
         return x
 
-    def compute_per_layer_vectors(self, x: Value) -> Value:
+    def compute_per_layer_embeddings(self, x: Value) -> Value:
         """Compute the per-layer embeddings of all blocks, f32[B*T, layers * P], from the token embeddings ``x``.
 
         They are the sum of a projection of ``x`` and of rows of an embedding table, with P columns for each block.
@@ -68,15 +68,15 @@ class PerLayerEmbeddingDecoder(Decoder):
         block, x = f"blk.{i}", super().run_block(i, layer, x)
         if self.per_layer_vectors is not None:
             short = (
-                self.frame.select_needed_rows(self.per_layer_vectors)
+                self.frame.select_output_rows_unless_mtp(self.per_layer_vectors)
                 if self.is_last_block(i)
                 else self.per_layer_vectors
             )
-            x = ops.add(x, self.gate_short_vector(i, x, short), name=f"{block}.short_residual")
+            x = ops.add(x, self.gate_and_project_layer_embedding(i, x, short), name=f"{block}.short_residual")
         factor = self.weights.optional_leaf(f"{block}.layer_output_scale.weight", (1,))
         return x if factor is None else ops.mul(x, factor)
 
-    def gate_short_vector(
+    def gate_and_project_layer_embedding(
         self, i: int, x: Value, layer_vectors: Value, gelu: Callable[[Value], Value] = ops.gelu
     ) -> Value:
         """Gate the per-layer embedding of block i by the residual, and project it to the model width: f32[n, E].
@@ -105,7 +105,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         first = self.embed_tokens()
         rows, width = first.shape
         if self.per_layer_vectors is None:
-            self.per_layer_vectors = self.compute_per_layer_vectors(first)  # raises for the missing tensor
+            self.per_layer_vectors = self.compute_per_layer_embeddings(first)  # raises for the missing tensor
         count = self.weights.tensor_shape("altup_proj.weight")[0]
         matrices = self.weights("altup_proj.weight", (count, width, width))
         others = ops.mul_mat(ops.reshape(matrices, shape=(count * width, width)), first)
@@ -113,7 +113,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         x = ops.concat(first, match_row_norms(ops.reshape(others, shape=(rows, count, width)), first), axis=1)
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.run_block(i, layer, x))
-        x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, (count + 1) * width)))
+        x = self.frame.select_output_rows_unless_mtp(ops.reshape(x, shape=(rows, (count + 1) * width)))
         return self.merge_streams(ops.reshape(x, shape=(x.shape[0], count + 1, width)))
 
     def is_last_block(self, i: int) -> bool:
@@ -125,7 +125,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         Each stream except the first is multiplied by its own matrix before.
         """
         rows, streams, width = x.shape
-        first, others = split_streams(x)
+        first, others = split_off_first_stream(x)
         matrices = self.weights("altup_unembd_proj.weight", (streams - 1, width, width))
         others = ops.permute(ops.mul_mat(matrices, ops.permute(others, axes=(1, 0, 2))), axes=(1, 0, 2))
         both = ops.concat(first, match_row_norms(others, first), axis=1)
@@ -138,26 +138,26 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         first = take_first_stream(predictions)
         h = self.apply_block_norm(i, self.family.attn_norm, first)
         added = ops.add(self.run_mixers(i, layer, first, h), first, name=f"{block}.attn_residual")
-        added = ops.scale(ops.add(added, self.add_thin_product(i, h)), scale=math.sqrt(0.5))
+        added = ops.scale(ops.add(added, self.add_low_rank_product(i, h)), scale=math.sqrt(0.5))
         y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, first)
         y = ops.add(y, added, name=f"{block}.ffn_residual")
         x = self.correct_streams(i, predictions, first, y)
         scale = self.weights(f"{block}.altup_correct_scale.weight", (self.hyper.width,))
-        y = self.gate_short_vector(
+        y = self.gate_and_project_layer_embedding(
             i, ops.mul(take_first_stream(x), scale), short, PLAIN_ACTIVATIONS[self.family.activation]
         )
-        first, others = split_streams(x)
+        first, others = split_off_first_stream(x)
         others = ops.add(others, ops.reshape(y, shape=first.shape))
         return ops.concat(first, others, axis=1, name=f"{block}.short_residual")
 
-    def add_thin_product(self, i: int, h: Value) -> Value:
+    def add_low_rank_product(self, i: int, h: Value) -> Value:
         """Add to ``h`` f32[n, E] its product with two low-rank matrices, after a norm (LAuReL)."""
         rank = self.weights.tensor_shape(f"blk.{i}.laurel_l.weight")[0]
         y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
         y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
         return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
 
-    def compute_shares(self, i: int, x: Value, streams: int) -> Value:
+    def compute_stream_shares(self, i: int, x: Value, streams: int) -> Value:
         """Compute the share of each stream, between -1 and 1, from one stream ``x`` f32[n, E]: f32[n, streams]."""
         h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
@@ -168,7 +168,7 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         The coefficients of the mix depend on the first stream.
         """
         rows, streams, _ = x.shape
-        shares = self.compute_shares(i, take_first_stream(x), streams)
+        shares = self.compute_stream_shares(i, take_first_stream(x), streams)
         mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
         mixed = ops.mul_mat(ops.transpose(x), ops.reshape(mix, shape=(rows, streams, streams)))
         return ops.add(mixed, x, name=f"blk.{i}.predictions")
@@ -183,17 +183,17 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
             y: The first stream that the block computed, f32[n, E].
         """
         streams = predictions.shape[1]
-        shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_shares(i, y, streams), streams)
+        shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_stream_shares(i, y, streams), streams)
         shares = ops.scale(shares, scale=1.0, bias=1.0)
         return ops.dsv4_hc_post(ops.sub(y, first), predictions, shares, None, name=f"blk.{i}.corrected")
 
 
 def take_first_stream(x: Value) -> Value:
     """Return the first residual stream of ``x`` f32[n, streams, E]: f32[n, E]."""
-    return ops.reshape(split_streams(x)[0], shape=(x.shape[0], x.shape[2]))
+    return ops.reshape(split_off_first_stream(x)[0], shape=(x.shape[0], x.shape[2]))
 
 
-def split_streams(x: Value) -> tuple[Value, Value]:
+def split_off_first_stream(x: Value) -> tuple[Value, Value]:
     """Split off the first residual stream f32[n, 1, E] from the other streams f32[n, streams - 1, E]."""
     first = ops.slice_(x, axis=1, start=0, stop=1)
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
@@ -214,7 +214,11 @@ class PostNormDecoder(Decoder):
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
         h = self.run_mixers(i, layer, x, x)
-        h, x = (self.frame.select_needed_rows(h), self.frame.select_needed_rows(x)) if self.is_last_block(i) else (h, x)
+        h, x = (
+            (self.frame.select_output_rows_unless_mtp(h), self.frame.select_output_rows_unless_mtp(x))
+            if self.is_last_block(i)
+            else (h, x)
+        )
         added = self.apply_block_norm(i, "attn_output_norm", ops.add(x, h))
         if self.weights.has_tensor(f"blk.{i}.attn_norm_2.weight"):
             added = self.apply_block_norm(i, "attn_norm_2", ops.add(added, x))
@@ -232,25 +236,25 @@ class HyperConnectionDecoder(Decoder):
 
     def run_all_blocks(self) -> Value:
         x = self.embed_tokens()
-        rows, width, streams = self.frame.step.row_count, self.hyper.width, self.hyper.streams.count
+        rows, width, streams = self.frame.step.padded_token_count, self.hyper.width, self.hyper.streams.count
         x = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, streams, width))
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.run_block(i, layer, x))
-        x = self.frame.select_needed_rows(ops.reshape(x, shape=(rows, streams * width)))
+        x = self.frame.select_output_rows_unless_mtp(ops.reshape(x, shape=(rows, streams * width)))
         return ops.reshape(x, shape=(x.shape[0], streams, width))
 
     def apply_output_norm(self, x: Value, mtp_prefix: str = "") -> Value:
         return super().apply_output_norm(self.merge_streams(x, f"{mtp_prefix}.hc_head"), mtp_prefix)
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
-        before, post, comb = self.mix_streams(f"blk.{i}.hc_attn", x)
+        before, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_attn", x)
         h = self.apply_block_norm(i, self.family.attn_norm, before)
         x = ops.dsv4_hc_post(self.run_mixers(i, layer, before, h), x, post, comb, name=f"blk.{i}.attn_residual")
-        added, post, comb = self.mix_streams(f"blk.{i}.hc_ffn", x)
+        added, post, comb = self.compute_stream_mix_and_write_weights(f"blk.{i}.hc_ffn", x)
         y = self.run_feed_forward(i, layer, self.apply_block_norm(i, self.family.ffn_norm, added), added, before)
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
 
-    def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+    def compute_stream_mix_and_write_weights(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
         """Compute the mix of streams that a mixer or FFN reads, and the weights with which it writes its result.
 
         Args:
@@ -299,7 +303,7 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, ops.scale(pre, scale=1.0, bias=self.hyper.streams.eps))
 
 
-class GatedStreamDecoder(HyperConnectionDecoder):
+class GatedMeanStreamDecoder(HyperConnectionDecoder):
     """A hyper-connection decoder in which a mixer or FFN reads a gated mean of the streams.
 
     A low-rank projection of all streams gives the gate of each entry. One layer may add n-gram embeddings. Graph:
@@ -312,16 +316,16 @@ class GatedStreamDecoder(HyperConnectionDecoder):
             x = ngrams(self.weights, self.frame, self.norm, x)
         return super().run_block(i, layer, x)
 
-    def mix_streams(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
+    def compute_stream_mix_and_write_weights(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
         """Compute the gated stream mean that a mixer or FFN reads, f32[n, E], and its write weights f32[n, streams].
 
         The third result is `None`: streams are not mixed among each other.
         """
-        mean, flat = self.compute_gated_mean(name, x)
+        mean, flat = self.compute_gated_stream_mean(name, x)
         weight = ops.scale(matmul(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
         return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
 
-    def compute_gated_mean(self, name: str, x: Value) -> tuple[Value, Value]:
+    def compute_gated_stream_mean(self, name: str, x: Value) -> tuple[Value, Value]:
         """Compute the gated stream mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
         rows, streams, width = x.shape
         normed = self.norm(self.weights, f"{name}_norm", x)
@@ -333,12 +337,12 @@ class GatedStreamDecoder(HyperConnectionDecoder):
         return ops.dsv4_hc_pre(normed, gate, gated=True, scale=1.0 / streams, name=f"{name}.mix"), flat
 
     def merge_streams(self, x: Value, head_prefix: str) -> Value:
-        return self.compute_gated_mean(
+        return self.compute_gated_stream_mean(
             head_prefix if self.weights.has_tensor(f"{head_prefix}_norm.weight") else "output_hc", x
         )[0]
 
 
-class ResidualBankDecoder(Decoder):
+class AttentionResidualsDecoder(Decoder):
     """A decoder with attention residuals: its parts read a softmax-weighted mix of earlier residuals.
 
     A part is a mixer or an FFN. The mix has the present residual and the saved ones, from the start of each span of
@@ -348,18 +352,22 @@ class ResidualBankDecoder(Decoder):
     def run_all_blocks(self) -> Value:
         x, bank = self.embed_tokens(), list[Value]()
         for i, layer in enumerate(self.hyper.blocks):
-            h = self.apply_block_norm(i, self.family.attn_norm, self.mix_bank(f"blk.{i}.attn_res_score", x, bank))
+            h = self.apply_block_norm(
+                i, self.family.attn_norm, self.mix_saved_residuals(f"blk.{i}.attn_res_score", x, bank)
+            )
             starts = i % self.hyper.span == 0
             if starts:
                 bank.append(x)
             y = self.run_mixers(i, layer, x, h)
             x = y if starts else ops.add(x, y, name=f"blk.{i}.attn_residual")
-            h = self.apply_block_norm(i, self.family.ffn_norm, self.mix_bank(f"blk.{i}.ffn_res_score", x, bank))
+            h = self.apply_block_norm(
+                i, self.family.ffn_norm, self.mix_saved_residuals(f"blk.{i}.ffn_res_score", x, bank)
+            )
             x = ops.add(x, self.run_feed_forward(i, layer, h, x, x), name=f"blk.{i}.ffn_residual")
             x = self.frame.steered(i, x)
-        return self.frame.select_needed_rows(self.mix_bank("output_res_score", x, bank))
+        return self.frame.select_output_rows_unless_mtp(self.mix_saved_residuals("output_res_score", x, bank))
 
-    def mix_bank(self, name: str, x: Value, bank: list[Value]) -> Value:
+    def mix_saved_residuals(self, name: str, x: Value, bank: list[Value]) -> Value:
         """Mix the saved residuals and the present one: the sum weighted by a softmax over their scores, f32[n, E].
 
         Args:
@@ -378,7 +386,7 @@ class ResidualBankDecoder(Decoder):
         return ops.dsv4_hc_pre(sums, ops.reshape(shares, shape=(rows, len(bank) + 1)), name=f"{name}.mix")
 
 
-class CyclicDecoder(Decoder):
+class AlternatingStacksDecoder(Decoder):
     """A decoder with two stacks of blocks that run in turn, each on the sum of both results.
 
     Each pass of a stack has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp
@@ -397,7 +405,7 @@ class CyclicDecoder(Decoder):
                 low = both
             else:
                 high = both
-        return self.frame.select_needed_rows(high)
+        return self.frame.select_output_rows_unless_mtp(high)
 
     def is_last_block(self, i: int) -> bool:
         return False

@@ -107,7 +107,7 @@ def make_global_pool_converter(kind: str) -> Any:
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
-        return reductions.mean(x, over, True) if kind == "mean" else reductions.extreme(kind, x, over, True)
+        return reductions.mean(x, over, True) if kind == "mean" else reductions.reduce_by_kind(kind, x, over, True)
 
     return row
 
@@ -205,7 +205,7 @@ def resize(
 
     Each axis is multiplied by an interpolation matrix.
     """
-    over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
+    over = [x.normalise_axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
         output_sizes = as_integers(sizes) or []
         factors = [w / x.shape[a] for w, a in zip(output_sizes, over, strict=True)]
@@ -226,7 +226,7 @@ def resize(
         points = _compute_source_positions(n, out, scale, coordinate_transformation_mode)
         wide = max(1.0, 1 / scale) if antialias else 1.0
         matrix = _build_resize_matrix(points, n, mode, nearest_mode, cubic_coeff_a, bool(exclude_outside), wide)
-        x = convolutions.resample_axis(arith.as_float(x), axis, matrix)
+        x = convolutions.multiply_axis_by_matrix(arith.as_float(x), axis, matrix)
     return x
 
 

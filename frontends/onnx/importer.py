@@ -22,11 +22,11 @@ import numpy.typing as npt
 from ...graph import DType, Graph, GraphError, Value, input, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
-from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
-from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
+from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
+from ..tensors.tensor import Tensor, cast, compute_value_shape, constant_tensor, merge_equal_nodes
 from .files import MAX_NODES, read_model, read_tensor_array
 from .op_table import CONSTANT_FOLDED_OPS, CONSTANT_INPUT_OPS, OLDER_OPSET_ROWS, OP_TABLE
-from .program import Program, as_stored_array
+from .program import Program, as_graph_array
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
@@ -101,7 +101,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
     from onnx.shape_inference import infer_shapes
 
     model = inline_local_functions(model) if model.functions else model
-    opsets = _list_opsets(model)
+    opsets = _get_opset_versions(model)
     for _ in range(8):
         ids = set()
         for node in model.graph.node:
@@ -127,7 +127,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
         try:
             model = inline_selected_functions(typed, sorted(ids), inline_schema_functions=True)
         except RuntimeError:  # an assertion in onnx, which names no node
-            raise ModelError(_describe_uninlinable(typed, ids)) from None
+            raise ModelError(_describe_uninlinable_op(typed, ids)) from None
         if len(model.graph.node) > MAX_NODES:
             raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MAX_NODES}")
         if len(model.graph.node) == before:
@@ -135,7 +135,7 @@ def _inline_functions(model: ModelProto) -> ModelProto:
     return model
 
 
-def _describe_uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
+def _describe_uninlinable_op(model: ModelProto, ids: set[tuple[str, str]]) -> str:
     """Return an error message for the first op in `ids` (domain, op type) that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
@@ -157,7 +157,7 @@ def _normalise_domain(node: NodeProto) -> str:
     return "" if node.domain == "ai.onnx" else node.domain
 
 
-def _list_opsets(model: ModelProto) -> dict[str, int]:
+def _get_opset_versions(model: ModelProto) -> dict[str, int]:
     """Return the opset version of each operator domain that the model imports."""
     return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in model.opset_import}
 
@@ -201,9 +201,9 @@ class _ModelImporter:
         for node in graph.node:
             if node.op_type in CONSTANT_INPUT_OPS:
                 self.weight_names -= set(node.input)
-        self._require_rows(graph)
+        self._require_known_ops(graph)
         for node in graph.node:
-            self._convert_node(node, _list_opsets(self.model).get("", 1))
+            self._convert_node(node, _get_opset_versions(self.model).get("", 1))
 
     def _add_input(self, info: ValueInfoProto) -> None:
         """Add an input of the model as a graph input.
@@ -225,17 +225,17 @@ class _ModelImporter:
                 f"%{info.name} has a shape that varies, [{listed}]; say it: shapes={{{info.name!r}: (...)}}"
             )
         name = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
-        dtype, truth = find_dtype(name, info.name)
+        dtype, truth = resolve_dtype_name(name, info.name)
         shape = tuple(int(n) for n in dims)
         self.arguments.append(ProgramArgument(info.name, None, shape, name))
-        self.values[info.name] = Tensor(input(info.name, stored_shape(shape), dtype), shape, truth)
+        self.values[info.name] = Tensor(input(info.name, compute_value_shape(shape), dtype), shape, truth)
 
-    def _require_rows(self, graph: GraphProto) -> None:
+    def _require_known_ops(self, graph: GraphProto) -> None:
         """Raise `ModelError` with all ops of a graph that the op table lacks."""
         missing = Counter(
             ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
-            if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If")) and not self._is_constant_node(node)
+            if (_normalise_domain(node) or node.op_type not in (*OP_TABLE, "If")) and not self._can_fold_node(node)
         )
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -243,7 +243,7 @@ class _ModelImporter:
                 f"the model has ops that hocket has no row for: {listed}; add rows to frontends/onnx/op_table.py"
             )
 
-    def _is_constant_node(self, node: NodeProto) -> bool:
+    def _can_fold_node(self, node: NodeProto) -> bool:
         """Whether a node is shape arithmetic with constant inputs, so that it can be constant-folded."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
@@ -255,8 +255,8 @@ class _ModelImporter:
                 raise ModelError(f"{where}: reads %{name} before any node gives it, or in a cycle")
         if again := [n for n in node.output if n and (n in self.values or n in self.constants)]:
             raise ModelError(f"{where}: gives %{again[0]}, which is given already")
-        if self._is_constant_node(node) and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES:
-            self._evaluate_constant(node, opset, where)
+        if self._can_fold_node(node) and sum(self.constants[n].size for n in node.input if n) <= MAX_FOLDED_ENTRIES:
+            self._fold_constant_node(node, opset, where)
             return
         if node.op_type == "If":
             self._import_taken_branch(node, where)
@@ -274,7 +274,7 @@ class _ModelImporter:
                 raise ModelError(f"gives {len(node.output)} results; hocket has the first {len(results)}")
             for name, result in zip(node.output, results, strict=False):
                 if name in asked:
-                    self._add_result(name, result)
+                    self._store_result(name, result)
         except (ModelError, GraphError, TypeError, ValueError, IndexError, KeyError) as why:
             raise ModelError(f"{where}: {' '.join(str(why).split())}") from (
                 None if isinstance(why, ModelError | GraphError) else why
@@ -303,15 +303,15 @@ class _ModelImporter:
             if branch_output.name in self.weight_names:
                 self.weight_names.add(name)
 
-    def _add_result(self, name: str, result: Tensor) -> None:
+    def _store_result(self, name: str, result: Tensor) -> None:
         """Store the result of a node under its value name, cast to the dtype of the ONNX value."""
         if name in self.dtype_names:
-            result = cast(result, *find_dtype(self.dtype_names[name], name))
+            result = cast(result, *resolve_dtype_name(self.dtype_names[name], name))
         if result.constant is not None:
             self.constants[name] = np.asarray(result.constant)
         self.values[name] = result
 
-    def _evaluate_constant(self, node: NodeProto, opset: int, where: str) -> None:
+    def _fold_constant_node(self, node: NodeProto, opset: int, where: str) -> None:
         """Constant-fold a node: compute its results with the reference evaluator of onnx."""
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
@@ -340,14 +340,14 @@ class _ModelImporter:
         if name not in self.values:
             known = self.constants[name]
             wide = known.dtype == np.float64
-            dtype, truth = (DType.F32, False) if wide else find_dtype(known.dtype.name, name)
+            dtype, truth = (DType.F32, False) if wide else resolve_dtype_name(known.dtype.name, name)
             if name not in self.weight_names and known.nbytes <= MAX_CONSTANT_BYTES and dtype is not DType.BF16:
                 self.values[name] = constant_tensor(known)
             else:
-                self.weights[name] = as_stored_array(known.astype(np.float32) if wide else known).reshape(
-                    stored_shape(known.shape)
+                self.weights[name] = as_graph_array(known.astype(np.float32) if wide else known).reshape(
+                    compute_value_shape(known.shape)
                 )
-                self.values[name] = Tensor(weight(name, stored_shape(known.shape), dtype), known.shape, truth)
+                self.values[name] = Tensor(weight(name, compute_value_shape(known.shape), dtype), known.shape, truth)
         return self.values[name]
 
     def _finish_program(self) -> Program:

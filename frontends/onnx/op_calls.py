@@ -93,11 +93,11 @@ def clip(
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return arith.unary(ops.gelu_erf if approximate == "none" else ops.gelu, x)
+    return arith.apply_unary_op(ops.gelu_erf if approximate == "none" else ops.gelu, x)
 
 
 def elu(x: Tensor, *, alpha: float = 1.0, gamma: float = 1.0) -> Tensor:
-    low = arith.scale_and_shift(arith.unary(ops.expm1, arith.clamp(x, max=0.0)), alpha * gamma)
+    low = arith.scale_and_shift(arith.apply_unary_op(ops.expm1, arith.clamp(x, max=0.0)), alpha * gamma)
     return arith.where(arith.compare("gt", x, 0.0), arith.scale_and_shift(x, gamma), low)
 
 
@@ -126,7 +126,7 @@ def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, see
     return x, constant_tensor(np.ones(x.shape, bool))
 
 
-def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
+def keep_triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
     """Convert ``Trilu``: keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
     keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), as_number(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
@@ -181,7 +181,7 @@ def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num
     The last of the equal parts may be smaller.
     """
     parts = as_integers(sizes if split is None else split)
-    n = x.shape[x.axis(axis)]
+    n = x.shape[x.normalise_axis(axis)]
     if parts is None:
         size = -(-n // num_outputs)
         parts = [max(0, min(size, n - i * size)) for i in range(num_outputs)]
@@ -203,10 +203,10 @@ def slice_(
     at = as_integers(axes_input if axes is None else axes) or list(range(len(begin)))
     steps = as_integers(steps_input) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
-        n = x.shape[x.axis(a)]
+        n = x.shape[x.normalise_axis(a)]
         if step < 0:  # -1 is the index before the first entry here
             i, j = (max(-1, min(n - 1, p + n if p < 0 else p)) for p in (i, j))
-            x = shapes.take(x, a, np.arange(i, j, step))
+            x = shapes.take_at_constant_indices(x, a, np.arange(i, j, step))
         else:
             x = shapes.slice_(x, a, i, j, step)
     return x
@@ -221,7 +221,7 @@ def pad(
     The pads are an input (newer opsets) or an attribute (older ones).
     """
     flat = as_integers(pads_input if pads is None else pads) or []
-    at = [x.axis(a) for a in (as_integers(axes_input) or range(x.rank))]
+    at = [x.normalise_axis(a) for a in (as_integers(axes_input) or range(x.rank))]
     if len(flat) != 2 * len(at):
         raise ModelError(f"{len(flat)} pads for {len(at)} axes; need two for each")
     ends = [(0, 0)] * x.rank
@@ -330,7 +330,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 def gather(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
     """Convert ``Gather``: select entries along `axis`; the axes of `ids` replace this axis in the result."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     chosen = indexing.index_select(x, at, shapes.reshape(ids, (math.prod(ids.shape),)))
     return shapes.reshape(chosen, (*x.shape[:at], *ids.shape, *x.shape[at + 1 :]))
 
@@ -339,7 +339,7 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
     return indexing.gather(x, axis, ids)
 
 
-def _split_indices(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
+def _split_index_tuples(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
     """Split the last axis of `ids` into one index tensor for each axis of `x`, as ``GatherND`` and ``ScatterND`` need.
 
     The first `batch` axes are batch axes: they have the same index in `x` and in `ids`.
@@ -351,7 +351,7 @@ def _split_indices(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
 
 
 def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
-    return indexing.index(x, _split_indices(x, ids, batch_dims))
+    return indexing.index(x, _split_index_tuples(x, ids, batch_dims))
 
 
 _SCATTER_KINDS = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
@@ -364,5 +364,5 @@ def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, redu
 
 def scatter_nd(x: Tensor, ids: Tensor, src: Tensor, *, reduction: str = "none") -> Tensor:
     if reduction in ("none", "add"):
-        return indexing.index_put(x, _split_indices(x, ids), src, reduction == "add")
+        return indexing.index_put(x, _split_index_tuples(x, ids), src, reduction == "add")
     raise ModelError(f"scatter by {reduction!r}; hocket has none and add")

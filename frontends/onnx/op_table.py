@@ -32,11 +32,11 @@ _COMPARISONS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt
 
 OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
     {
-        **{name: partial(arith.unary, op) for name, op in _UNARY_OPS.items()},
+        **{name: partial(arith.apply_unary_op, op) for name, op in _UNARY_OPS.items()},
         **{name: partial(arith.compare, kind) for name, kind in _COMPARISONS.items()},
         **{name: getattr(arith, f"logical_{name.lower()}") for name in ("And", "Or", "Xor", "Not")},
-        **{f"Bitwise{kind.capitalize()}": partial(arith.bitwise, kind) for kind in ("and", "or", "xor")},
-        **dict.fromkeys(("Identity", "Cast", "CastLike"), arith.pass_through),
+        **{f"Bitwise{kind.capitalize()}": partial(arith.apply_bitwise_op, kind) for kind in ("and", "or", "xor")},
+        **dict.fromkeys(("Identity", "Cast", "CastLike"), arith.return_unchanged),
         "BitwiseNot": arith.bitwise_not,
         "Add": arith.add,
         "Sub": arith.sub,
@@ -58,14 +58,14 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
         "Elu": op_calls.elu,
         "Selu": op_calls.selu,
         "HardSigmoid": op_calls.hard_sigmoid,
-        "LeakyRelu": lambda x, *, alpha=0.01: arith.unary(ops.leaky_relu, x, negative_slope=alpha),
+        "LeakyRelu": lambda x, *, alpha=0.01: arith.apply_unary_op(ops.leaky_relu, x, negative_slope=alpha),
         "PRelu": op_calls.prelu,
         "Softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
         "IsNaN": arith.is_nan,
         "IsInf": op_calls.is_infinite,
         "Where": arith.where,
         "Dropout": op_calls.dropout,
-        "Trilu": op_calls.triangle,
+        "Trilu": op_calls.keep_triangle,
         # shapes
         "Reshape": op_calls.reshape,
         "Flatten": op_calls.flatten,
@@ -90,16 +90,16 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
         # reductions
         "ReduceSum": sums.reduce_sum,
         "ReduceMean": sums.reduce_mean,
-        "ReduceMax": sums.make_extreme_converter("max"),
-        "ReduceMin": sums.make_extreme_converter("min"),
-        "ReduceProd": sums.make_extreme_converter("prod"),
+        "ReduceMax": sums.make_max_min_prod_converter("max"),
+        "ReduceMin": sums.make_max_min_prod_converter("min"),
+        "ReduceProd": sums.make_max_min_prod_converter("prod"),
         "ReduceSumSquare": sums.reduce_square_sum,
         "ReduceL1": sums.reduce_l1,
         "ReduceL2": sums.reduce_l2,
         "ReduceLogSum": sums.reduce_log_sum,
         "ReduceLogSumExp": sums.reduce_log_sum_exp,
-        "ArgMax": sums.make_arg_extreme_converter(reductions.argmax),
-        "ArgMin": sums.make_arg_extreme_converter(reductions.argmin),
+        "ArgMax": sums.make_argmax_argmin_converter(reductions.argmax),
+        "ArgMin": sums.make_argmax_argmin_converter(reductions.argmin),
         "CumSum": sums.make_cumulative_converter("sum"),
         "CumProd": sums.make_cumulative_converter("prod"),
         "TopK": sums.top_k,
@@ -140,7 +140,7 @@ OP_TABLE: Mapping[str, op_calls.OpConverter] = MappingProxyType(
 """Converters by op name of ONNX's own domain."""
 
 OLDER_OPSET_ROWS: Mapping[str, tuple[int, op_calls.OpConverter]] = MappingProxyType(
-    {name: (13, sums.with_flattened_axes(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
+    {name: (13, sums.with_flattened_trailing_axes(OP_TABLE[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
 """For ops with another meaning before an opset: the opset, and the converter for older opsets."""
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
-from ..tensors.tensor import stored_shape
+from ..tensors.tensor import compute_value_shape
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
@@ -58,11 +58,11 @@ class Program:
                     f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {expected}"
                 )
             if argument.name in read:
-                arrays[argument.name] = as_stored_array(array).reshape(stored_shape(array.shape))
+                arrays[argument.name] = as_graph_array(array).reshape(compute_value_shape(array.shape))
         return arrays
 
 
-def as_stored_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def as_graph_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array in the dtype of its graph value: bool as 0 and 1 in f32, bfloat16 as its bits in uint16."""
     if array.dtype == np.bool_:
         return array.astype(np.float32)

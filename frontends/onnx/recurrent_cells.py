@@ -31,10 +31,10 @@ Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
-        "sigmoid": lambda x: arith.unary(ops.sigmoid, x),
-        "tanh": lambda x: arith.unary(ops.tanh, x),
-        "relu": lambda x: arith.unary(ops.relu, x),
-        "softplus": lambda x: arith.unary(ops.softplus, x),
+        "sigmoid": lambda x: arith.apply_unary_op(ops.sigmoid, x),
+        "tanh": lambda x: arith.apply_unary_op(ops.tanh, x),
+        "relu": lambda x: arith.apply_unary_op(ops.relu, x),
+        "softplus": lambda x: arith.apply_unary_op(ops.softplus, x),
         "softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
     }
 )
@@ -52,7 +52,7 @@ class RecurrentCell:
     recurrent_bias: Tensor | None
     peepholes: Tensor | None
     activations: Sequence[Activation]
-    describe_settings: Mapping[str, int]
+    integer_settings: Mapping[str, int]
 
     def project_state(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
         """Multiply a state by the recurrent weight of some gates and add the bias: [batch, gates × hidden]."""
@@ -77,16 +77,16 @@ StepFunction: TypeAlias = Callable[[RecurrentCell, Tensor, Sequence[Tensor]], tu
 """A function of a cell, the gate inputs of one step and the states; it returns the next states, the result first."""
 
 
-def _step_rnn(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _compute_rnn_step(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Compute one RNN time step: the activation of gate inputs plus projected state."""
     return (cell.activations[0](arith.add(x, cell.project_state(states[0]))),)
 
 
-def _step_gru(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _compute_gru_step(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Compute one GRU time step; the gates are update, reset and new, in this order."""
     (h,), (gate, last) = states, cell.activations
     of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
-    if cell.describe_settings["linear_before_reset"]:
+    if cell.integer_settings["linear_before_reset"]:
         update, reset, seen = shapes.split(cell.project_state(h), h.shape[-1], 1)
         update, reset = gate(arith.add(of_update, update)), gate(arith.add(of_reset, reset))
         seen = arith.mul(reset, seen)
@@ -98,14 +98,14 @@ def _step_gru(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple
     return (arith.add(new, arith.mul(update, arith.sub(h, new))),)
 
 
-def _step_lstm(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _compute_lstm_step(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Compute one LSTM time step; the gates are input, output, forget and cell, in this order."""
     h, c = states
     gate, middle, last = cell.activations
     into, out, keep, new = shapes.split(arith.add(x, cell.project_state(h)), c.shape[-1], 1)
     taken = gate(cell.add_peephole(into, 0, c))
     forget_gate = (
-        arith.sub(1.0, taken) if cell.describe_settings["input_forget"] else gate(cell.add_peephole(keep, 2, c))
+        arith.sub(1.0, taken) if cell.integer_settings["input_forget"] else gate(cell.add_peephole(keep, 2, c))
     )
     c = arith.add(arith.mul(forget_gate, c), arith.mul(taken, middle(new)))
     return arith.mul(gate(cell.add_peephole(out, 1, c)), last(c)), c
@@ -144,10 +144,10 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
         unknown = sorted(set(attributes) - set(settings))
         if unknown or len(chosen) != len(names) * len(backward_flags) or (hidden_size or size) != size:
             raise ModelError(f"settings {unknown}, {len(chosen)} activations, {hidden_size} hidden; not of this op")
-        count = 2 if step is _step_lstm else 1
+        count = 2 if step is _compute_lstm_step else 1
         initial_states, peepholes = (*more, None, None)[:count], more[count] if len(more) > count else None
-        firsts = [x if x is None or not layout else _swap_first_axes(x) for x in initial_states]
-        x = _swap_first_axes(x) if layout else x
+        firsts = [x if x is None or not layout else _swap_batch_and_time(x) for x in initial_states]
+        x = _swap_batch_and_time(x) if layout else x
         length, batch = x.shape[:2]
         if lengths is not None and (require_constant(lengths) != length).any():
             raise ModelError("sequences that end early; hocket has those of one length")
@@ -179,7 +179,7 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
         every = shapes.stack([shapes.stack(list(at)) for at in zip(*rows, strict=True)])
         last = [shapes.stack(list(of)) for of in zip(*ends, strict=True)]
         if layout:
-            return shapes.permute(every, (2, 0, 1, 3)), *map(_swap_first_axes, last)
+            return shapes.permute(every, (2, 0, 1, 3)), *map(_swap_batch_and_time, last)
         return every, *last
 
     return row
@@ -219,11 +219,11 @@ def _select_direction(x: Tensor, direction_index: int) -> Tensor:
     return shapes.select(x, 0, direction_index)
 
 
-def _swap_first_axes(x: Tensor) -> Tensor:
+def _swap_batch_and_time(x: Tensor) -> Tensor:
     """Swap the batch axis and the time axis, which are the first two."""
     return shapes.transpose(x, 0, 1)
 
 
-rnn = make_recurrence_converter(_step_rnn, ("Tanh",))
-gru = make_recurrence_converter(_step_gru, ("Sigmoid", "Tanh"), ("linear_before_reset",))
-lstm = make_recurrence_converter(_step_lstm, ("Sigmoid", "Tanh", "Tanh"), ("input_forget",))
+rnn = make_recurrence_converter(_compute_rnn_step, ("Tanh",))
+gru = make_recurrence_converter(_compute_gru_step, ("Sigmoid", "Tanh"), ("linear_before_reset",))
+lstm = make_recurrence_converter(_compute_lstm_step, ("Sigmoid", "Tanh", "Tanh"), ("input_forget",))

@@ -53,28 +53,30 @@ reduce_mean = make_reduction_converter(_take_mean)
 reduce_square_sum = make_reduction_converter(lambda x, over, keep: reductions.sum_over(arith.mul(x, x), over, keep))
 reduce_l1 = make_reduction_converter(lambda x, over, keep: reductions.sum_over(arith.absolute(x), over, keep))
 reduce_l2 = make_reduction_converter(
-    lambda x, over, keep: arith.unary(ops.sqrt, arith.as_float(reductions.sum_over(arith.mul(x, x), over, keep)))
+    lambda x, over, keep: arith.apply_unary_op(
+        ops.sqrt, arith.as_float(reductions.sum_over(arith.mul(x, x), over, keep))
+    )
 )
 reduce_log_sum = make_reduction_converter(
-    lambda x, over, keep: arith.unary(ops.log, arith.as_float(reductions.sum_over(x, over, keep)))
+    lambda x, over, keep: arith.apply_unary_op(ops.log, arith.as_float(reductions.sum_over(x, over, keep)))
 )
 reduce_log_sum_exp = make_reduction_converter(
     lambda x, over, keep: reductions.log_sum_exp(arith.as_float(x), over, keep)
 )
 
 
-def make_extreme_converter(kind: str) -> OpConverter:
+def make_max_min_prod_converter(kind: str) -> OpConverter:
     """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``; `kind` is ``max``, ``min`` or ``prod``."""
-    return make_reduction_converter(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
+    return make_reduction_converter(lambda x, over, keep: reductions.reduce_by_kind(kind, x, over, keep))
 
 
-def make_arg_extreme_converter(kind: Callable[..., Tensor]) -> OpConverter:
+def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:
     """Make the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
 
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
             return kind(x, axis, bool(keepdims))
-        return arith.sub(x.shape[x.axis(axis)] - 1, kind(shapes.flip(x, [axis]), axis, bool(keepdims)))
+        return arith.sub(x.shape[x.normalise_axis(axis)] - 1, kind(shapes.flip(x, [axis]), axis, bool(keepdims)))
 
     return row
 
@@ -86,9 +88,9 @@ def make_cumulative_converter(kind: str) -> OpConverter:
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
-        at = x.axis(int(as_number(axis, 0)))
+        at = x.normalise_axis(int(as_number(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
-        out = reductions.accumulate(kind, x, at)
+        out = reductions.accumulate_along_axis(kind, x, at)
         if exclusive:
             front = [(1, 0) if a == at else (0, 0) for a in range(x.rank)]
             out = shapes.pad(shapes.slice_range(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
@@ -100,8 +102,8 @@ def make_cumulative_converter(kind: str) -> OpConverter:
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
     """Convert ``TopK``: return the largest or smallest entries along an axis, and their indices."""
     n = int(as_number(count if k is None else k, 0))
-    if not 0 <= n <= x.shape[x.axis(axis)]:
-        raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
+    if not 0 <= n <= x.shape[x.normalise_axis(axis)]:
+        raise ModelError(f"the {n} first of {x.shape[x.normalise_axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
         raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
     ids = shapes.slice_range(reductions.argsort(x, axis, bool(largest)), axis, 0, n)
@@ -110,12 +112,12 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     """Convert ``Hardmax``: return 1 at the first largest entry along an axis, and 0 elsewhere."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
-def with_flattened_axes(row: OpConverter) -> OpConverter:
+def with_flattened_trailing_axes(row: OpConverter) -> OpConverter:
     """Make the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
@@ -160,12 +162,12 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
     result_letters = right.replace("...", spare) if arrow else spare + "".join(
         sorted(c for c in set(counts) - set(spare) if counts.count(c) == 1)
     )  # fmt: skip
-    parts = [_take_diagonals(x, name) for x, name in zip(xs, names, strict=True)]
+    parts = [_take_repeated_letter_diagonals(x, name) for x, name in zip(xs, names, strict=True)]
     sizes = {c: n for x, name in parts for c, n in zip(name, x.shape, strict=True) if n != 1}
     every = [*result_letters, *(c for c in dict.fromkeys(counts) if c not in result_letters)]
     whole: Tensor | None = None
     if len(parts) == 2:
-        return _multiply_pair(parts, result_letters, sizes)
+        return _compute_pair_einsum(parts, result_letters, sizes)
     for x, name in parts:
         here = shapes.permute(x, [name.index(c) for c in every if c in name])
         here = shapes.reshape(here, [x.shape[name.index(c)] if c in name else 1 for c in every])
@@ -175,7 +177,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
     return reductions.sum_over(whole, summed) if summed else whole
 
 
-def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
+def _take_repeated_letter_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
     """Take the diagonal of each pair of axes with the same einsum letter, so that the letters of an operand are unique.
 
     Returns:
@@ -188,12 +190,12 @@ def _take_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
             ends = shapes.move_axis(shapes.move_axis(x, i, -1), j - 1, -1)
             n = ends.shape[-1]
             flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
-            x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
+            x, name = shapes.take_at_constant_indices(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
             break
-    return (x, name) if len(set(name)) == len(name) else _take_diagonals(x, name)
+    return (x, name) if len(set(name)) == len(name) else _take_repeated_letter_diagonals(x, name)
 
 
-def _multiply_pair(parts: Sequence[tuple[Tensor, str]], result_letters: str, sizes: dict[str, int]) -> Tensor:
+def _compute_pair_einsum(parts: Sequence[tuple[Tensor, str]], result_letters: str, sizes: dict[str, int]) -> Tensor:
     """Compute an einsum of two operands as one batched matrix product.
 
     Axes of both operands are batch axes if the result has them; otherwise they are contracted. Other axes that the
@@ -229,7 +231,7 @@ def _multiply_pair(parts: Sequence[tuple[Tensor, str]], result_letters: str, siz
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Any:
-    over = list(range(x.axis(axis), x.rank))
+    over = list(range(x.normalise_axis(axis), x.rank))
     mean_value = reductions.mean(x, over, True)
     spread = arith.rsqrt(arith.add(reductions.variance(x, over, 0, True), epsilon))
     return matmul.layer_norm(x, len(over), weight, bias, epsilon), mean_value, spread

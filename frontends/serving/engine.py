@@ -22,20 +22,20 @@ from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..generation.grammar import GrammarState
 from ..inference.prefill_chunks import F32, next_power_of_two
-from .prefix_cache import PrefixCache, count_common_tokens
+from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
     ContextExceededError,
     EndEvent,
     EngineStatus,
-    EngineSums,
+    EngineTotals,
     Event,
     GenerationRequest,
-    ProgressEvent,
+    PromptProgressEvent,
     QueueFullError,
     RequestTiming,
     TokenEvent,
 )
-from .slots import MIN_PROMPT_TOKENS, choose_window
+from .slots import MIN_PROMPT_TOKENS, choose_slot_window
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -63,7 +63,7 @@ class StepRunner(Protocol):
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRequest:
     """A running request in a slot.
 
     `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated.
@@ -83,7 +83,7 @@ class _Running:
     """Prompt and sampled tokens, for penalties and seeds."""
 
     @property
-    def unread(self) -> int:
+    def unread_tokens(self) -> int:
         """Number of prompt tokens that the slot has not read yet."""
         return max(0, len(self.request.prompt) - len(self.tokens))
 
@@ -119,12 +119,12 @@ class Engine:
         self._pool, self._cache, self._clock = pool, cache, clock
         self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
         self._queue: deque[_Queued] = deque()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningRequest] = {}
         self._reads_next = True
         self._chunk_seconds: dict[int, float] = {}
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
-        self._sums = EngineSums()
+        self._sums = EngineTotals()
 
     # ------------------------------------------------------------------------------------------------------ orders
 
@@ -168,7 +168,7 @@ class Engine:
         """The present counts of slots, requests and tokens."""
         requests = tuple(self._running[i].request.id if i in self._running else "" for i in range(self._pool.slots))
         tokens = tuple(
-            len(self._running[i].tokens) if i in self._running else self._cache.count_tokens(i)
+            len(self._running[i].tokens) if i in self._running else self._cache.count_slot_tokens(i)
             for i in range(self._pool.slots)
         )
         return EngineStatus(
@@ -189,8 +189,8 @@ class Engine:
         Returns:
             The events of the step, for the clients of the requests.
         """
-        events: list[Event] = list(self._admit())
-        reading = [one for one in self._running.values() if one.unread]
+        events: list[Event] = list(self._start_queued_requests())
+        reading = [one for one in self._running.values() if one.unread_tokens]
         decoding = [one for one in self._running.values() if one.next_token is not None]
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
@@ -201,7 +201,7 @@ class Engine:
             events += self._decode(decoding)
         return events
 
-    def _admit(self) -> Iterator[Event]:
+    def _start_queued_requests(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
 
         A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
@@ -212,7 +212,9 @@ class Engine:
             if not free:
                 return
             request = queued.request
-            match = self._cache.find_match(request.prompt if request.uses_cache else (), free, self._window_size)
+            match = self._cache.find_slot_for_prompt(
+                request.prompt if request.uses_cache else (), free, self._compute_window_size
+            )
             if request.uses_cache and self._is_prefix_being_read(request.prompt, match.tokens):
                 continue
             self._queue.remove(queued)
@@ -221,8 +223,8 @@ class Engine:
             except HocketError as error:
                 yield EndEvent(request.id, "error", RequestTiming(len(request.prompt)), str(error))
                 continue
-            self._cache.take_slot(match, request.prompt)
-            running = _Running(
+            self._cache.prepare_target_slot(match, request.prompt)
+            running = _RunningRequest(
                 request,
                 match.target,
                 queued.submitted,
@@ -235,19 +237,19 @@ class Engine:
             self._running[match.target] = running
             self._sums.prompt_tokens += len(request.prompt)
             self._sums.cached_tokens += match.tokens
-            yield ProgressEvent(request.id, match.tokens)
+            yield PromptProgressEvent(request.id, match.tokens)
 
-    def _window_size(self, slot: int) -> int:
+    def _compute_window_size(self, slot: int) -> int:
         """Compute the number of slots of the window that has `slot` and all running requests."""
-        return choose_window([slot, *self._running])[1]
+        return choose_slot_window([slot, *self._running])[1]
 
-    def _compact(self, decoding: Sequence[_Running]) -> None:
+    def _move_request_to_shrink_window(self, decoding: Sequence[_RunningRequest]) -> None:
         """Move one request to shrink the window of decoding slots, if it is at least twice as large as needed.
 
         A step moves one request at most, which takes a few milliseconds.
         """
         size = next_power_of_two(len(decoding))
-        if choose_window([one.slot for one in decoding])[1] < 2 * size:
+        if choose_slot_window([one.slot for one in decoding])[1] < 2 * size:
             return
         blocks = Counter(one.slot // size for one in decoding)
         block = max(blocks, key=lambda number: blocks[number])
@@ -261,11 +263,12 @@ class Engine:
 
     def _is_prefix_being_read(self, prompt: tuple[int, ...], available: int) -> bool:
         return any(
-            one.unread and count_common_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
+            one.unread_tokens
+            and count_common_prefix_tokens(one.request.prompt, prompt) >= available + MIN_AWAITED_TOKENS
             for one in self._running.values()
         )
 
-    def _choose_chunk_size(self, running: _Running, decoding: Sequence[_Running]) -> int:
+    def _choose_chunk_size(self, running: _RunningRequest, decoding: Sequence[_RunningRequest]) -> int:
         """Choose the number of prompt tokens that the next chunk reads: a power of two, or all that are left.
 
         The predicted time of the chunk is about the time of a decode step, at most `max_gap_seconds`.
@@ -278,7 +281,7 @@ class Engine:
         size = MIN_PROMPT_TOKENS
         while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
             size *= 2
-        return self._cache.limit_chunk(running.slot, len(running.tokens), min(size, self._pool.batch))
+        return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
 
     def _predict_chunk_seconds(self, size: int) -> float:
         """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
@@ -290,7 +293,7 @@ class Engine:
         nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
         return self._chunk_seconds[nearest] * max(size / nearest, 1.0)
 
-    def _read_chunk(self, running: _Running, decoding: Sequence[_Running]) -> Iterator[Event]:
+    def _read_chunk(self, running: _RunningRequest, decoding: Sequence[_RunningRequest]) -> Iterator[Event]:
         before = len(running.tokens)
         size = self._choose_chunk_size(running, decoding)
         chunk = running.request.prompt[before : before + size]
@@ -298,23 +301,23 @@ class Engine:
         try:
             logits = self._pool.read_prompt(running.slot, chunk, running.tokens)
         except HocketError as error:
-            yield self._fail(running, error)
+            yield self._end_with_error(running, error)
             return
         seconds = self._clock() - start
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
         self._sums.prompt_seconds += seconds
         running.tokens.extend(chunk)
-        self._cache.note_read(running.slot, running.tokens)
-        yield ProgressEvent(running.request.id, len(running.tokens))
-        if running.unread:
+        self._cache.record_read_tokens(running.slot, running.tokens)
+        yield PromptProgressEvent(running.request.id, len(running.tokens))
+        if running.unread_tokens:
             return
         if running.request.params.limit == 0:
             yield self._end(running, "length")
         else:
-            yield from self._sample(running, logits)
+            yield from self._sample_next_token(running, logits)
 
-    def _decode(self, decoding: Sequence[_Running]) -> Iterator[Event]:
-        self._compact(decoding)
+    def _decode(self, decoding: Sequence[_RunningRequest]) -> Iterator[Event]:
+        self._move_request_to_shrink_window(decoding)
         start = self._clock()
         try:
             rows = self._run_decode(decoding)
@@ -328,32 +331,32 @@ class Engine:
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
-    def _decode_one_by_one(self, decoding: Sequence[_Running], error: HocketError) -> Iterator[Event]:
+    def _decode_one_by_one(self, decoding: Sequence[_RunningRequest], error: HocketError) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone, so that only the requests that fail end."""
         if len(decoding) == 1:
-            yield self._fail(decoding[0], error)
+            yield self._end_with_error(decoding[0], error)
             return
         for one in decoding:
             try:
                 rows = self._run_decode([one])
             except HocketError as why:
-                yield self._fail(one, why)
+                yield self._end_with_error(one, why)
             else:
                 yield from self._advance(one, rows[one.slot])
 
-    def _run_decode(self, decoding: Sequence[_Running]) -> dict[int, F32]:
+    def _run_decode(self, decoding: Sequence[_RunningRequest]) -> dict[int, F32]:
         tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
         return self._pool.decode(tokens, {slot: one.tokens for slot, one in self._running.items()})
 
-    def _advance(self, one: _Running, logits: F32) -> Iterator[Event]:
+    def _advance(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
         assert one.next_token is not None
         one.tokens.append(one.next_token)
-        self._cache.note_decoded(one.slot, len(one.tokens))
-        yield from self._sample(one, logits)
+        self._cache.record_decoded_length(one.slot, len(one.tokens))
+        yield from self._sample_next_token(one, logits)
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
-    def _sample(self, one: _Running, logits: F32) -> Iterator[Event]:
+    def _sample_next_token(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
         """Sample the next token of a request from its logits, and yield the events.
 
         The request ends at an end token, at its limit or after an error.
@@ -365,7 +368,7 @@ class Engine:
             rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else None
             token = params.sampling.choose(masked, rng or _UNUSED_RNG, one.context_tokens)
         except HocketError as error:
-            yield self._fail(one, error)
+            yield self._end_with_error(one, error)
             return
         if one.new_tokens == 0:
             one.first_token = self._clock()
@@ -377,9 +380,9 @@ class Engine:
         self._sums.new_tokens += 1
         yield _make_token_event(one.request, token, logits)
         try:
-            is_complete = one.grammar is not None and not one.grammar.accept(token)
+            is_complete = one.grammar is not None and not one.grammar.accept_token(token)
         except HocketError as error:
-            yield self._fail(one, error)
+            yield self._end_with_error(one, error)
             return
         if is_complete:
             yield self._end(one, "stop")
@@ -388,13 +391,13 @@ class Engine:
         else:
             one.next_token = token
 
-    def _fail(self, one: _Running, error: HocketError) -> EndEvent:
+    def _end_with_error(self, one: _RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, which may hold numbers that are not finite."""
         self._pool.wipe(one.slot)
-        self._cache.forget(one.slot)
+        self._cache.forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
-    def _end(self, one: _Running, reason: str, message: str = "") -> EndEvent:
+    def _end(self, one: _RunningRequest, reason: str, message: str = "") -> EndEvent:
         now = self._clock()
         del self._running[one.slot]
         first = one.first_token or now

@@ -43,19 +43,19 @@ class SlotMemory(Protocol):
     def ring_slack_tokens(self) -> int | None:
         """Number of last tokens that a slot can drop in its ring caches; see `SlotPool.ring_slack_tokens`."""
 
-    def clear_states(self, slot: int) -> None:
+    def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot; see `SlotPool.clear_recurrent_states`."""
 
-    def save_states(self, slot: int) -> SlotStates:
+    def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot; see `SlotPool.save_recurrent_states`."""
 
-    def restore_states(self, slot: int, saved: SlotStates) -> None:
+    def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
         """Set the recurrent states of a slot to saved ones; see `SlotPool.restore_recurrent_states`."""
 
-    def copy_cells(self, source: int, target: int, tokens: int) -> None:
+    def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
-    def compute_state_bytes(self) -> int:
+    def compute_recurrent_state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""
 
 
@@ -69,7 +69,7 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedState:
+class _SavedRecurrentStates:
     """A copy of the recurrent states of a slot after a prefix of tokens, with its size in bytes."""
 
     states: SlotStates
@@ -91,22 +91,22 @@ class PrefixCache:
         """Number of tokens that each slot holds, decoded tokens included."""
         self._last_use: list[int] = [0] * memory.slots
         self._uses = 0
-        self._saved: OrderedDict[tuple[int, int], _SavedState] = OrderedDict()
+        self._saved: OrderedDict[tuple[int, int], _SavedRecurrentStates] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
         self._save_points: list[frozenset[int]] = [frozenset()] * memory.slots
         """Per slot the positions of its present prompt at which recurrent states are saved."""
 
     @property
-    def saved_bytes(self) -> int:
+    def saved_state_bytes(self) -> int:
         """The bytes of all saved recurrent states."""
         return self._saved_bytes
 
-    def count_tokens(self, slot: int) -> int:
+    def count_slot_tokens(self, slot: int) -> int:
         """Return the number of prompt tokens that a slot keeps for reuse."""
         return len(self._tokens[slot])
 
-    def find_match(
+    def find_slot_for_prompt(
         self, prompt: tuple[int, ...], free: Sequence[int], window_size: Callable[[int], int] = lambda slot: 1
     ) -> PrefixMatch:
         """Find the best free slot for a prompt, and the slot from which its longest known prefix can be reused.
@@ -120,7 +120,7 @@ class PrefixCache:
             free: The free slots, at least one.
             window_size: Returns the slots of the window in which a slot would run with the present requests.
         """
-        reusable = {slot: self._count_reusable(slot, prompt) for slot in range(self._memory.slots)}
+        reusable = {slot: self._count_reusable_tokens(slot, prompt) for slot in range(self._memory.slots)}
         best = max(reusable, key=lambda slot: (reusable[slot], slot in free))
         tokens = reusable[best] if reusable[best] >= MIN_REUSED_TOKENS else 0
 
@@ -133,10 +133,10 @@ class PrefixCache:
 
     def move_slot(self, source: int, target: int, length: int) -> None:
         """Move the `length` tokens of a running request to a free slot, and forget the old tokens of that slot."""
-        self.forget(target)
-        self._memory.copy_cells(source, target, length)
+        self.forget_slot(target)
+        self._memory.copy_cache_cells(source, target, length)
         if self._memory.has_recurrent_states:
-            self._memory.restore_states(target, self._memory.save_states(source))
+            self._memory.restore_recurrent_states(target, self._memory.save_recurrent_states(source))
         self._tokens[target], self._lengths[target] = self._tokens[source], length
         for key in [key for key in self._saved if key[0] == source]:
             self._saved[target, key[1]] = self._saved.pop(key)
@@ -144,29 +144,29 @@ class PrefixCache:
         self._tokens[source] = ()
         self._touch(target)
 
-    def _count_reusable(self, slot: int, prompt: tuple[int, ...]) -> int:
+    def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
         """Count the first tokens of a prompt that a slot holds and can provide."""
         known = self._tokens[slot]
-        shared = count_common_tokens(known, prompt[:-1])
+        shared = count_common_prefix_tokens(known, prompt[:-1])
         if self._memory.has_recurrent_states:
             return max((at for place, at in self._saved if place == slot and at <= shared), default=0)
         slack = self._memory.ring_slack_tokens
         return shared if slack is None or self._lengths[slot] - shared <= slack else 0
 
-    def take_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
+    def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
         """Prepare the target slot of a match: copy or restore the reused tokens, and forget all others."""
         source, target = match.source, match.target
-        shared = max((count_common_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
+        shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
         if source != target:
-            self.forget(target)
+            self.forget_slot(target)
             if match.tokens:
-                self._memory.copy_cells(source, target, match.tokens)
+                self._memory.copy_cache_cells(source, target, match.tokens)
         if saved is not None:
             self._saved.move_to_end((source, match.tokens))
-            self._memory.restore_states(target, saved.states)
+            self._memory.restore_recurrent_states(target, saved.states)
         elif self._memory.has_recurrent_states:
-            self._memory.clear_states(target)
+            self._memory.clear_recurrent_states(target)
         self._tokens[target] = self._tokens[source][: match.tokens]
         for key in [key for key in self._saved if key[0] == target and key[1] > match.tokens]:
             self._drop(key)
@@ -181,7 +181,7 @@ class PrefixCache:
             self._save_points[target] = frozenset(at for at in points if at >= match.tokens + MIN_REUSED_TOKENS)
         self._touch(target)
 
-    def limit_chunk(self, slot: int, position: int, size: int) -> int:
+    def limit_chunk_to_save_position(self, slot: int, position: int, size: int) -> int:
         """Limit the next prompt chunk of a slot so that it ends at the next position where recurrent states are saved.
 
         Args:
@@ -191,22 +191,22 @@ class PrefixCache:
         """
         return min((at - position for at in self._save_points[slot] if position < at < position + size), default=size)
 
-    def note_read(self, slot: int, tokens: Sequence[int]) -> None:
+    def record_read_tokens(self, slot: int, tokens: Sequence[int]) -> None:
         """Record the prompt tokens that a slot has read; save its recurrent states if they end at a chosen position."""
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
         if len(tokens) in self._save_points[slot]:
-            nbytes = self._memory.compute_state_bytes()
+            nbytes = self._memory.compute_recurrent_state_bytes()
             if nbytes <= self._state_bytes:
-                self._keep(slot, len(tokens), _SavedState(self._memory.save_states(slot), nbytes))
+                self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
-    def forget(self, slot: int) -> None:
+    def forget_slot(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""
         self._tokens[slot] = ()
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
 
-    def note_decoded(self, slot: int, length: int) -> None:
+    def record_decoded_length(self, slot: int, length: int) -> None:
         """Record that a slot holds `length` tokens after a decode step."""
         self._lengths[slot] = length
 
@@ -214,7 +214,7 @@ class PrefixCache:
         self._uses += 1
         self._last_use[slot] = self._uses
 
-    def _keep(self, slot: int, position: int, saved: _SavedState) -> None:
+    def _keep(self, slot: int, position: int, saved: _SavedRecurrentStates) -> None:
         if (slot, position) in self._saved:
             self._drop((slot, position))
         self._saved[slot, position] = saved
@@ -226,7 +226,7 @@ class PrefixCache:
         self._saved_bytes -= self._saved.pop(key).nbytes
 
 
-def count_common_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def count_common_prefix_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Count the tokens of the longest common prefix of two token sequences.
 
     The search halves the range, because comparing slices is faster than comparing tokens one by one.

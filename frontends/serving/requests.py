@@ -79,7 +79,7 @@ class RequestTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressEvent:
+class PromptProgressEvent:
     """The event of progress in the prompt of a request: it has been read up to token `read_tokens`.
 
     Cached tokens count as read. The first event comes when the request gets a slot.
@@ -103,11 +103,11 @@ class EndEvent:
     message: str = ""
 
 
-Event = TokenEvent | ProgressEvent | EndEvent
+Event = TokenEvent | PromptProgressEvent | EndEvent
 
 
 @dataclass(slots=True)
-class EngineSums:
+class EngineTotals:
     """Total token counts and seconds of an engine since its start.
 
     The engine adds to its own record; `EngineStatus` has a copy.
@@ -143,4 +143,4 @@ class EngineStatus:
     queued: int
     slot_requests: tuple[str, ...]
     slot_tokens: tuple[int, ...]
-    sums: EngineSums
+    sums: EngineTotals

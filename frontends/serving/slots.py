@@ -26,7 +26,7 @@ SlotStates = Mapping[str, npt.NDArray[np.generic]]
 """The recurrent states of one slot (all states except caches), by name, as host arrays."""
 
 
-def choose_window(slots: Sequence[int]) -> tuple[int, int]:
+def choose_slot_window(slots: Sequence[int]) -> tuple[int, int]:
     """Choose the smallest aligned window that has all of `slots`; return its first slot and its number of slots.
 
     A window has a power of two of slots and begins at a multiple of it. Example: 5, 6 gives 4, 4.
@@ -75,11 +75,11 @@ class SlotPool:
         return next_power_of_two(self.batch) if self._rings else None
 
     @property
-    def session(self) -> Session:
+    def all_slots_session(self) -> Session:
         """The session over all slots."""
         return self._all_slots
 
-    def find_window(self, first: int, count: int) -> Session:
+    def open_window_session(self, first: int, count: int) -> Session:
         """Return the session over a window of `count` slots from slot `first` on; the first call opens it.
 
         At the end of the slots the window has fewer slots.
@@ -97,7 +97,7 @@ class SlotPool:
             )
         return self._windows[key]
 
-    def prepare(self, report: Callable[[], object] = lambda: None) -> None:
+    def compile_short_steps(self, report: Callable[[], object] = lambda: None) -> None:
         """Compile the steps of short texts: for every bucket of prompt tokens, and for every number of sequences.
 
         `report` is called after each step, because all of them together may take minutes.
@@ -109,7 +109,7 @@ class SlotPool:
             self._prepare_decoding(count, 1)
             report()
 
-    def prepare_longer(self) -> Iterator[None]:
+    def compile_longer_steps(self) -> Iterator[None]:
         """Compile the steps of longer texts, shorter ones first, and yield after each of them.
 
         Without this, the first text of a context bucket waits for its plan and kernels, and all other requests wait
@@ -135,11 +135,11 @@ class SlotPool:
         return [*(1 << i for i in range((self.slots - 1).bit_length())), self.slots]
 
     def _prepare_prompt(self, size: int, length: int) -> None:
-        window = self.find_window(0, 1)
+        window = self.open_window_session(0, 1)
         window.executor(window.make_step(size, min(length, self.context)))
 
     def _prepare_decoding(self, count: int, length: int) -> None:
-        window = self.find_window(0, count)
+        window = self.open_window_session(0, count)
         window.executor(window.make_step(1, length, count))
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
@@ -150,7 +150,7 @@ class SlotPool:
             tokens: One batch of new tokens at most.
             before: The tokens that the slot has already.
         """
-        window = self.find_window(slot, 1)
+        window = self.open_window_session(slot, 1)
         window.min_tokens = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
         try:
             self._set_lengths(window, [before])
@@ -165,8 +165,8 @@ class SlotPool:
             tokens: The new token of each slot.
             before: The tokens that each slot has already.
         """
-        first, count = choose_window([*tokens])
-        window = self.find_window(first, count)
+        first, count = choose_slot_window([*tokens])
+        window = self.open_window_session(first, count)
         slots = range(first, first + window.sequences)
         self._set_lengths(window, [before.get(slot, ()) for slot in slots])
         new = [[tokens[slot]] if slot in tokens else [] for slot in slots]
@@ -178,7 +178,7 @@ class SlotPool:
         window.lengths = [len(tokens) for tokens in before]
         window.recent = [list(tokens[len(tokens) - min(history, len(tokens)) :]) for tokens in before]
 
-    def clear_states(self, slot: int) -> None:
+    def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot before its first token; caches stay."""
         for name in self._state_names:
             if name not in self._caches:
@@ -186,21 +186,21 @@ class SlotPool:
 
     def wipe(self, slot: int) -> None:
         """Zero all states of a slot, including caches, after a run that may have left numbers that are not finite."""
-        window = self.find_window(slot, 1)
+        window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
 
-    def save_states(self, slot: int) -> SlotStates:
+    def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot, without its caches."""
         names = (name for name in self._state_names if name not in self._caches)
-        return {name: self.find_window(slot, 1).store.state(name)[:] for name in names}
+        return {name: self.open_window_session(slot, 1).store.state(name)[:] for name in names}
 
-    def restore_states(self, slot: int, saved: SlotStates) -> None:
+    def restore_recurrent_states(self, slot: int, saved: SlotStates) -> None:
         """Set the recurrent states of a slot to saved ones; caches stay."""
         for name, array in saved.items():
-            self.find_window(slot, 1).store.state(name)[:] = array
+            self.open_window_session(slot, 1).store.state(name)[:] = array
 
-    def copy_cells(self, source: int, target: int, tokens: int) -> None:
+    def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot, and all of ring caches."""
         store, count = self._all_slots.store, self._all_slots.sequences
         for name in self._caches:
@@ -209,7 +209,7 @@ class SlotPool:
             used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
             store.copy_state_rows(name, source * rows, target * rows, used)
 
-    def compute_state_bytes(self) -> int:
+    def compute_recurrent_state_bytes(self) -> int:
         """Compute the bytes of the recurrent states of one slot, without its caches."""
-        store = self.find_window(0, 1).store
+        store = self.open_window_session(0, 1).store
         return sum(store.state(name).spec.nbytes for name in self._state_names if name not in self._caches)

@@ -84,7 +84,7 @@ class EngineThread:
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
-        self._preparations: Iterator[None] = self._pool.prepare_longer()
+        self._preparations: Iterator[None] = self._pool.compile_longer_steps()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
         self._is_ready = False
@@ -136,9 +136,9 @@ class EngineThread:
 
     def explain_plans(self) -> str:
         """Explain two plans as text: a decode step with all slots, and the largest prompt chunk."""
-        session = self._pool.session
+        session = self._pool.all_slots_session
         decode = session.plan(session.make_step(1, session.context, session.sequences))
-        window = self._pool.find_window(0, 1)
+        window = self._pool.open_window_session(0, 1)
         chunk = window.plan(window.make_step(self._pool.batch, window.context))
         return (
             f"decode, {session.sequences} sequences:\n{decode.explain()}\n\n"
@@ -188,22 +188,22 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._pool.prepare(self._note_status)
+            self._pool.compile_short_steps(self._note_status)
             self._is_ready = True
-            while self._prepare_while_idle() or self._take_orders():
-                self._send(self._engine.step())
+            while self._compile_step_while_idle() or self._execute_orders():
+                self._send_events(self._engine.step())
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
-            self._fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._fail_all_requests(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             self.error = error
             self._on_failure(self._failure)
             return
-        self._fail("the server shuts down")
+        self._fail_all_requests("the server shuts down")
 
     def _note_status(self) -> None:
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
-    def _take_orders(self) -> bool:
+    def _execute_orders(self) -> bool:
         """Execute all queued orders, such as submissions and cancellations; return False when the engine is to end.
 
         Without work this waits for the first order, but not for a second one: `status` must show the end of the last
@@ -215,12 +215,12 @@ class EngineThread:
                 order = self._orders.get(waits, HEARTBEAT_SECONDS if waits else None)
                 if order is None:
                     return False
-                self._send(order())
+                self._send_events(order())
                 waits = False
         except Empty:
             return True
 
-    def _prepare_while_idle(self) -> bool:
+    def _compile_step_while_idle(self) -> bool:
         """Compile one step for longer texts if there is neither work nor an order; return whether one was compiled.
 
         A failure ends these compilations.
@@ -234,7 +234,7 @@ class EngineThread:
             self._preparations = iter(())
         return False
 
-    def _send(self, events: list[Event]) -> None:
+    def _send_events(self, events: list[Event]) -> None:
         """Send events to the receivers of their requests.
 
         All receivers are looked up under one lock before the first call.
@@ -252,7 +252,7 @@ class EngineThread:
             if receiver is not None:
                 receiver(event)
 
-    def _fail(self, why: str) -> None:
+    def _fail_all_requests(self, why: str) -> None:
         """Fail all requests: send each an end event with the error `why`, and refuse further requests."""
         with self._receivers_lock:
             self._failure = self._failure or why

@@ -19,7 +19,7 @@ from .tensor import Number, Operand, Tensor, as_tensor, cast, constant_tensor, n
 BinaryOp = Callable[[Value, Value], Value]
 
 
-def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
+def return_unchanged(x: Tensor, *_: object, **__: object) -> Tensor:
     """Return the operand unchanged; the importer casts it to the dtype of the result.
 
     It converts framework ops such as ``clone``, ``Identity`` and ``Cast``. Further arguments are ignored.
@@ -27,7 +27,9 @@ def pass_through(x: Tensor, *_: object, **__: object) -> Tensor:
     return x
 
 
-def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, is_commutative: bool = False, is_bool: bool = False) -> Tensor:
+def _apply_binary_op(
+    op: BinaryOp, a: Tensor, b: Tensor, *, is_commutative: bool = False, is_bool: bool = False
+) -> Tensor:
     """Apply a binary graph op to two tensors of one dtype, with mutual broadcasting.
 
     Args:
@@ -55,12 +57,12 @@ def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _is_plain_number(x: Operand) -> TypeGuard[float]:
+def _is_finite_number(x: Operand) -> TypeGuard[float]:
     """Whether an operand is a finite Python number, which can be an op attribute."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
-def is_real(x: Operand) -> TypeGuard[Tensor]:
+def is_float_tensor(x: Operand) -> TypeGuard[Tensor]:
     """Whether an operand is a tensor of floats (neither integers nor booleans)."""
     return isinstance(x, Tensor) and not x.is_integer and not x.is_bool
 
@@ -74,14 +76,14 @@ def scale_and_shift(x: Tensor, scale: float, bias: float = 0.0) -> Tensor:
 
 def as_float(x: Tensor) -> Tensor:
     """Convert integers and booleans to f32; floats keep their dtype."""
-    return x if is_real(x) else cast(x, DType.F32)
+    return x if is_float_tensor(x) else cast(x, DType.F32)
 
 
 def _apply_integer_op(kind: str, a: Operand, b: Operand) -> Tensor:
     first, second = _promote_pair(a, b)
     if first.is_bool:
         first, second = cast(first, DType.I64), cast(second, DType.I64)
-    return _apply_binary(
+    return _apply_binary_op(
         lambda x, y: ops.calculate(x, y, kind=kind), first, second, is_commutative=kind in _COMMUTATIVE_KINDS
     )
 
@@ -89,70 +91,70 @@ def _apply_integer_op(kind: str, a: Operand, b: Operand) -> Tensor:
 _COMMUTATIVE_KINDS = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
 
 
-def _are_integers(a: Operand, b: Operand) -> bool:
+def _are_integers_or_booleans(a: Operand, b: Operand) -> bool:
     """Whether neither operand is a float: both are integers or booleans."""
-    return not any(is_real(x) or isinstance(x, float) for x in (a, b))
+    return not any(is_float_tensor(x) or isinstance(x, float) for x in (a, b))
 
 
 def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
     """Return ``a + alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
-    if _are_integers(a, b):
+    if _are_integers_or_booleans(a, b):
         return _apply_integer_op("add", a, b)
-    if is_real(a) and _is_plain_number(b):
+    if is_float_tensor(a) and _is_finite_number(b):
         return scale_and_shift(a, 1.0, float(b))
-    if is_real(b) and _is_plain_number(a):
+    if is_float_tensor(b) and _is_finite_number(a):
         return scale_and_shift(b, 1.0, float(a))
-    return _apply_binary(ops.add, *_promote_pair(a, b), is_commutative=True)
+    return _apply_binary_op(ops.add, *_promote_pair(a, b), is_commutative=True)
 
 
 def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
     """Return ``a - alpha * b``, element-wise."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
-    if _are_integers(a, b):
+    if _are_integers_or_booleans(a, b):
         return _apply_integer_op("sub", a, b)
-    if is_real(a) and _is_plain_number(b):
+    if is_float_tensor(a) and _is_finite_number(b):
         return scale_and_shift(a, 1.0, -float(b))
-    if is_real(b) and _is_plain_number(a):
+    if is_float_tensor(b) and _is_finite_number(a):
         return scale_and_shift(b, -1.0, float(a))
-    return _apply_binary(ops.sub, *_promote_pair(a, b))
+    return _apply_binary_op(ops.sub, *_promote_pair(a, b))
 
 
 def mul(a: Operand, b: Operand) -> Tensor:
     """Return ``a * b``, element-wise."""
-    if _are_integers(a, b):
+    if _are_integers_or_booleans(a, b):
         first, second = _promote_pair(a, b)
         return logical_and(first, second) if first.is_bool else _apply_integer_op("mul", first, second)
-    if is_real(a) and _is_plain_number(b):
+    if is_float_tensor(a) and _is_finite_number(b):
         return scale_and_shift(a, float(b))
-    if is_real(b) and _is_plain_number(a):
+    if is_float_tensor(b) and _is_finite_number(a):
         return scale_and_shift(b, float(a))
-    return _apply_binary(ops.mul, *_promote_pair(a, b), is_commutative=True)
+    return _apply_binary_op(ops.mul, *_promote_pair(a, b), is_commutative=True)
 
 
 def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
     """Return ``a / b``, rounded to an integer if `rounding_mode` is ``floor`` or ``trunc``."""
-    if rounding_mode and _are_integers(a, b):
+    if rounding_mode and _are_integers_or_booleans(a, b):
         return _apply_integer_op(f"{rounding_mode}_div", a, b)
     if isinstance(a, Tensor):
         a = as_float(a)
     if isinstance(b, Tensor):
         b = as_float(b)
-    if is_real(a) and _is_plain_number(b) and b and math.frexp(float(b))[0] in (0.5, -0.5):
+    if is_float_tensor(a) and _is_finite_number(b) and b and math.frexp(float(b))[0] in (0.5, -0.5):
         quotient = scale_and_shift(a, 1 / float(b))
     else:
         first, second = _promote_pair(a, b)
-        quotient = _apply_binary(ops.div, first, second)
+        quotient = _apply_binary_op(ops.div, first, second)
     if not rounding_mode:
         return quotient
-    return unary(ops.floor if rounding_mode == "floor" else ops.trunc, quotient)
+    return apply_unary_op(ops.floor if rounding_mode == "floor" else ops.trunc, quotient)
 
 
 def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor:
     """Return the remainder of a division, with the sign of `b` for ``floor`` and of `a` for ``trunc``."""
-    if _are_integers(a, b):
+    if _are_integers_or_booleans(a, b):
         return _apply_integer_op(f"{rounding_mode}_mod", a, b)
     rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
     a, b = number_as_tensor(a, rest), number_as_tensor(b, rest)
@@ -167,26 +169,26 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
 def power(a: Operand, b: Operand) -> Tensor:
     """Return ``a ** b``, element-wise; an integer base with a small positive integer exponent stays an integer."""
     if isinstance(a, Tensor) and isinstance(b, int) and 0 < b <= 4 and not a.is_bool:
-        square = mul(a, a) if a.is_integer else unary(ops.sqr, a)
+        square = mul(a, a) if a.is_integer else apply_unary_op(ops.sqr, a)
         return {1: a, 2: square, 3: mul(square, a), 4: mul(square, square)}[b] if b != 1 else a
     if isinstance(a, Tensor) and isinstance(b, float) and b in (1.0, 2.0, 3.0, 4.0):
         return power(as_float(a), int(b))
     if isinstance(a, Tensor) and b == 0.5:
-        return unary(ops.sqrt, a)
+        return apply_unary_op(ops.sqrt, a)
     if isinstance(a, Tensor) and b == -0.5:
         return rsqrt(a)
     if isinstance(a, Tensor) and b == -1:
         return div(1.0, a)
     first, second = (as_float(x) for x in _promote_pair(a, b))
-    return _apply_binary(ops.power, first, second)
+    return _apply_binary_op(ops.power, first, second)
 
 
 def rsqrt(x: Tensor) -> Tensor:
     """Return ``1 / sqrt(x)`` for each element."""
-    return div(1.0, unary(ops.sqrt, x))
+    return div(1.0, apply_unary_op(ops.sqrt, x))
 
 
-def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
+def apply_unary_op(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
     """Apply a unary graph op to each element; integers and booleans are converted to f32 first."""
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
@@ -194,18 +196,18 @@ def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
 
 def absolute(x: Tensor) -> Tensor:
     """Return the absolute value of each element."""
-    return maximum(x, negative(x)) if x.is_integer else unary(ops.abs_, x)
+    return maximum(x, negative(x)) if x.is_integer else apply_unary_op(ops.abs_, x)
 
 
 def negative(x: Tensor) -> Tensor:
     """Return ``-x`` for each element."""
-    return sub(0, x) if x.is_integer else unary(ops.neg, x)
+    return sub(0, x) if x.is_integer else apply_unary_op(ops.neg, x)
 
 
 def sign(x: Tensor) -> Tensor:
     """Return the sign of each element: -1, 0 or 1."""
     if not x.is_integer:
-        return unary(ops.sgn, x)
+        return apply_unary_op(ops.sgn, x)
     return minimum(maximum(x, -1), 1)
 
 
@@ -213,11 +215,11 @@ def round_even(x: Tensor) -> Tensor:
     """Round each element to the nearest integer, halves to even, as PyTorch and ONNX do."""
     if x.is_integer:
         return x
-    below = unary(ops.floor, x)
-    rest, half = sub(x, below), unary(ops.floor, scale_and_shift(below, 0.5))
+    below = apply_unary_op(ops.floor, x)
+    rest, half = sub(x, below), apply_unary_op(ops.floor, scale_and_shift(below, 0.5))
     odd = compare("gt", sub(below, scale_and_shift(half, 2.0)), 0.5)
     up = where(compare("eq", rest, 0.5), odd, compare("gt", rest, 0.5))
-    return _apply_binary(ops.add, below, Tensor(up.value, up.shape))
+    return _apply_binary_op(ops.add, below, Tensor(up.value, up.shape))
 
 
 def maximum(a: Operand, b: Operand) -> Tensor:
@@ -227,7 +229,7 @@ def maximum(a: Operand, b: Operand) -> Tensor:
         return logical_or(first, second)
     if first.is_integer:
         return _apply_integer_op("max", first, second)
-    return _apply_binary(ops.maximum, first, second, is_commutative=True)
+    return _apply_binary_op(ops.maximum, first, second, is_commutative=True)
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
@@ -237,20 +239,20 @@ def minimum(a: Operand, b: Operand) -> Tensor:
         return logical_and(first, second)
     if first.is_integer:
         return _apply_integer_op("min", first, second)
-    return _apply_binary(ops.minimum, first, second, is_commutative=True)
+    return _apply_binary_op(ops.minimum, first, second, is_commutative=True)
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
     """Clamp each element of `x` to the range from `min` to `max`; each bound is optional."""
     if (
-        is_real(x)
+        is_float_tensor(x)
         and min is not None
         and max is not None
-        and _is_plain_number(min)
-        and _is_plain_number(max)
+        and _is_finite_number(min)
+        and _is_finite_number(max)
         and min <= max
     ):
-        return unary(ops.clamp, x, min=float(min), max=float(max))
+        return apply_unary_op(ops.clamp, x, min=float(min), max=float(max))
     if min is not None:
         x = maximum(x, min)
     return x if max is None else minimum(x, max)
@@ -266,7 +268,7 @@ def compare(kind: str, a: Operand, b: Operand) -> Tensor:
     shape = np.broadcast_shapes(first.shape, second.shape)
     if first.shape != shape and second.shape == shape:
         first, second, kind = second, first, swapped_kind
-    return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, is_bool=True)
+    return _apply_binary_op(lambda x, y: ops.compare(x, y, kind=kind), first, second, is_bool=True)
 
 
 def as_bool(x: Operand) -> Tensor:
@@ -275,11 +277,11 @@ def as_bool(x: Operand) -> Tensor:
 
 
 def logical_and(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.mul, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
+    return _apply_binary_op(ops.mul, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_or(a: Operand, b: Operand) -> Tensor:
-    return _apply_binary(ops.maximum, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
+    return _apply_binary_op(ops.maximum, as_bool(a), as_bool(b), is_commutative=True, is_bool=True)
 
 
 def logical_xor(a: Operand, b: Operand) -> Tensor:
@@ -294,7 +296,7 @@ def logical_not(x: Operand) -> Tensor:
 _LOGICAL_OPS = {"and": logical_and, "or": logical_or, "xor": logical_xor}
 
 
-def bitwise(kind: str, a: Operand, b: Operand) -> Tensor:
+def apply_bitwise_op(kind: str, a: Operand, b: Operand) -> Tensor:
     """Apply ``and``, ``or`` or ``xor`` to the bits of integers, or to booleans."""
     first, second = _promote_pair(a, b)
     return _LOGICAL_OPS[kind](first, second) if first.is_bool else _apply_integer_op(kind, first, second)

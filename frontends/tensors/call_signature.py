@@ -27,7 +27,7 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 """The dtype of a value and whether it is boolean, by the dtype names of NumPy and PyTorch."""
 
 
-def find_dtype(name: str, value_name: object) -> tuple[DType, bool]:
+def resolve_dtype_name(name: str, value_name: object) -> tuple[DType, bool]:
     """Resolve a NumPy or PyTorch dtype name to a hocket dtype, and whether it is boolean.
 
     Args:

@@ -13,7 +13,7 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from .arithmetic import add, div
-from .matmul import per_channel
+from .matmul import reshape_channel_vector
 from .reductions import argmax
 from .shapes import expand, flip, move_axis, pad, permute, reshape, slice_range
 from .tensor import Tensor, as_tensor, cast, constant_tensor
@@ -75,7 +75,7 @@ def convolution(
     image = reshape(
         as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts)
     )  # the windows are the weight matrix of the product
-    return image if bias is None else add(image, per_channel(bias, image.rank))
+    return image if bias is None else add(image, reshape_channel_vector(bias, image.rank))
 
 
 def transposed_convolution(
@@ -205,7 +205,7 @@ def average_pool(
 # -------------------------------------------------------------------------------------------------- interpolation
 
 
-def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
+def multiply_axis_by_matrix(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
     """Multiply one axis of `x` by a constant matrix [new entries, old entries]: each new entry is a weighted sum."""
     last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
@@ -221,7 +221,7 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
         for i in range(out):
             start, stop = i * n // out, -(-(i + 1) * n // out)
             matrix[i, start:stop] = 1 / (stop - start)
-        x = resample_axis(x, axis, matrix)
+        x = multiply_axis_by_matrix(x, axis, matrix)
     return x
 
 
@@ -240,7 +240,7 @@ def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
     return [outer_weight(t + 1), inner_weight(t), inner_weight(1 - t), outer_weight(2 - t)]
 
 
-def resampling_matrix(
+def build_interpolation_matrix(
     n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
 ) -> np.ndarray:
     """Build the interpolation matrix [out, n], which makes `out` entries from `n` entries.
@@ -294,5 +294,7 @@ def interpolate(
         scale = scales[i] if scales else None
         out = sizes[i] if sizes is not None else floor(n * float(scale or 1))
         if out != n or scale not in (None, 1.0):
-            x = resample_axis(cast(x, x.dtype), axis, resampling_matrix(n, out, mode, align_corners, scale))
+            x = multiply_axis_by_matrix(
+                cast(x, x.dtype), axis, build_interpolation_matrix(n, out, mode, align_corners, scale)
+            )
     return x

@@ -11,7 +11,7 @@ from ... import ops
 from ...graph import DType
 from ..errors import ModelError
 from .arithmetic import add, compare, mul, where
-from .shapes import expand, move_axis, permute, reshape, select_rows, slice_range, take
+from .shapes import expand, move_axis, permute, reshape, select_rows, slice_range, take_at_constant_indices
 from .tensor import Operand, Tensor, as_tensor, cast, constant_tensor, number_as_tensor
 
 
@@ -21,7 +21,7 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     return reshape(rows, (*ids.shape, weight.shape[1]))
 
 
-def normalise_negative(ids: Tensor, n: int) -> Tensor:
+def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
     """Convert negative indices of an axis of `n` entries to non-negative ones."""
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
@@ -31,17 +31,17 @@ def normalise_negative(ids: Tensor, n: int) -> Tensor:
 
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     """Return the entries of one axis of `x` at a list of indices."""
-    at, n = x.axis(axis), x.shape[x.axis(axis)]
+    at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     if ids.constant is not None:
-        return take(x, at, np.asarray(ids.constant).reshape(-1))
+        return take_at_constant_indices(x, at, np.asarray(ids.constant).reshape(-1))
     front = move_axis(x, at, 0)
-    rows = select_rows(reshape(front, (n, prod(front.shape[1:]))), normalise_negative(reshape(ids, (-1,)), n))
+    rows = select_rows(reshape(front, (n, prod(front.shape[1:]))), normalise_negative_indices(reshape(ids, (-1,)), n))
     return move_axis(reshape(rows, (prod(ids.shape), *front.shape[1:])), 0, at)
 
 
 def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     """Return the entries of one axis at `ids`, as `torch.gather`: ``out[i][j] = x[ids[i][j]][j]`` for axis 0."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     if not x.rank:
         return reshape(x, ids.shape)
     for other in range(x.rank):
@@ -51,7 +51,7 @@ def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     if last.exceeds_max_rank:
         last, places = (reshape(p, (-1, p.shape[-1])) for p in (last, places))
     shape = move_axis(ids, at, -1).shape
-    out = as_tensor(ops.gather(last.value, normalise_negative(places, x.shape[at]).value), None, x.is_bool)
+    out = as_tensor(ops.gather(last.value, normalise_negative_indices(places, x.shape[at]).value), None, x.is_bool)
     return move_axis(reshape(out, shape), -1, at)
 
 
@@ -60,14 +60,14 @@ def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set"
 
     For axis 0: ``out[ids[i][j]][j] = src[i][j]``. `reduce` other than ``set`` combines the old and the new entry.
     """
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     entries = expand(number_as_tensor(src, x), ids.shape) if not isinstance(src, Tensor) else src
     for other in range(x.rank):
         entries = slice_range(entries, other, 0, ids.shape[other])
     if any(ids.shape[a] != x.shape[a] for a in range(x.rank) if a != at):
-        return _scatter_flat(x, at, ids, entries, reduce)
+        return _scatter_by_flat_indices(x, at, ids, entries, reduce)
     entries = entries if x.is_bool and entries.is_bool else cast(entries, x.dtype)
-    into, places, new = (move_axis(p, at, -1) for p in (x, normalise_negative(ids, x.shape[at]), entries))
+    into, places, new = (move_axis(p, at, -1) for p in (x, normalise_negative_indices(ids, x.shape[at]), entries))
     shape = into.shape
     if into.exceeds_max_rank:
         into, places, new = (reshape(p, (-1, p.shape[-1])) for p in (into, places, new))
@@ -75,10 +75,10 @@ def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set"
     return move_axis(reshape(out, shape), -1, at)
 
 
-def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str) -> Tensor:
+def _scatter_by_flat_indices(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str) -> Tensor:
     """Scatter with flat indices into a flattened `x`, for index tensors that are smaller than `x` on other axes."""
     steps = [prod(x.shape[a + 1 :]) for a in range(x.rank)]
-    place = mul(normalise_negative(ids, x.shape[at]), steps[at])
+    place = mul(normalise_negative_indices(ids, x.shape[at]), steps[at])
     for axis, step in enumerate(steps):
         if axis != at:
             shape = [ids.shape[axis] if a == axis else 1 for a in range(x.rank)]
@@ -87,7 +87,7 @@ def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str)
     return reshape(flat, x.shape)
 
 
-def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int], Tensor, bool]:
+def _flatten_index_tensors(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int], Tensor, bool]:
     """Convert the index tensors of ``x[indices]`` to flat indices into the indexed axes.
 
     Returns:
@@ -103,7 +103,7 @@ def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[
     shape = np.broadcast_shapes(*(ids.shape for ids in lists))
     place: Tensor | None = None
     for axis, ids in zip(axes, lists, strict=True):
-        own = normalise_negative(ids, x.shape[axis])
+        own = normalise_negative_indices(ids, x.shape[axis])
         if own.constant is not None:  # keeps the indices constant
             own = constant_tensor(np.broadcast_to(np.asarray(own.constant, np.int64), shape))
         own = cast(own, DType.I64)
@@ -126,7 +126,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         if not ids.is_bool:
             out = index_select(x, axis, reshape(ids, (prod(ids.shape),)))
             return reshape(out, (*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
-    axes, place, neighbours = _flatten_indices(x, indices)
+    axes, place, neighbours = _flatten_index_tensors(x, indices)
     rest = [a for a in range(x.rank) if a not in axes]
     front = permute(x, [*axes, *rest])
     rows = reshape(front, (prod(x.shape[a] for a in axes), prod(x.shape[a] for a in rest)))
@@ -151,7 +151,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
             raise ModelError("as many values as there are truths depend on data; use where")
         new = cast(expand(values, x.shape), x.dtype, x.is_bool)
         return where(mask, add(x, new) if accumulate else new, x)
-    axes, place, neighbours = _flatten_indices(x, indices)
+    axes, place, neighbours = _flatten_index_tensors(x, indices)
     rest = [a for a in range(x.rank) if a not in axes]
     order = [*axes, *rest]
     front = permute(x, order)
@@ -176,7 +176,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 def set_slice(x: Tensor, src: Tensor, axis: int, start: int | None, stop: int | None, step: int = 1) -> Tensor:
     """Return `x` with the slice ``start:stop:step`` of one axis replaced by `src`."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     ids = np.arange(x.shape[at])[slice(start, stop, step)]
     if len(ids) == 0:
         return x

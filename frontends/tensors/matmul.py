@@ -11,8 +11,8 @@ import numpy as np
 from ... import ops
 from ...graph import Value
 from ..errors import ModelError
-from .arithmetic import add, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, unary, where
-from .reductions import extreme, sum_over
+from .arithmetic import add, apply_unary_op, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, where
+from .reductions import reduce_by_kind, sum_over
 from .shapes import expand, move_axis, permute_value, reshape, squeeze, transpose, unsqueeze
 from .tensor import Tensor, as_tensor, constant_tensor, reshape_value
 
@@ -62,7 +62,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return ``exp(x) / sum(exp(x))`` along an axis; a row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
-    return add(masked_softmax(x, axis), scale_and_shift(extreme("max", x, axis, keepdim=True), 0.0))
+    return add(masked_softmax(x, axis), scale_and_shift(reduce_by_kind("max", x, axis, keepdim=True), 0.0))
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
@@ -76,8 +76,8 @@ def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of the softmax along an axis."""
-    below = sub(x, extreme("max", x, axis, keepdim=True))
-    return sub(below, unary(ops.log, sum_over(unary(ops.exp, below), axis, keepdim=True)))
+    below = sub(x, reduce_by_kind("max", x, axis, keepdim=True))
+    return sub(below, apply_unary_op(ops.log, sum_over(apply_unary_op(ops.exp, below), axis, keepdim=True)))
 
 
 def attention(
@@ -108,24 +108,24 @@ def attention(
         scale = 1 / math.sqrt(q.shape[-1])
     if causal:
         seen = np.tril(np.ones((t, s), bool))
-        mask = constant_tensor(seen) if mask is None else combine_masks(mask, seen)
+        mask = constant_tensor(seen) if mask is None else restrict_attention_mask(mask, seen)
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     flat = (prod(batch),) if len(batch) > 2 else batch
     parts = [reshape(expand(x, (*batch, *x.shape[-3:])), (*flat, *x.shape[-3:])) for x in (q, k, v)]
     order = (*range(len(flat)), len(flat) + 1, len(flat), len(flat) + 2)
-    seen_by, each = (None, False) if mask is None else _prepare_mask(mask, batch, heads, t, s)
+    seen_by, each = (None, False) if mask is None else _prepare_attention_mask(mask, batch, heads, t, s)
     q_first, k_first, v_first = (permute_value(as_float(x).value, order) for x in parts)
     how = "each" if each else "one"
     out = ops.attention(q_first, k_first, v_first, seen_by, scale=float(scale), mask_heads=how)
     return reshape(as_tensor(permute_value(out, order)), (*batch, heads, t, v.shape[-1]))
 
 
-def combine_masks(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
+def restrict_attention_mask(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
     """Restrict an attention mask: also forbid the scores where `is_permitted` is false."""
     return where(constant_tensor(is_permitted), mask, False if mask.is_bool else -math.inf)
 
 
-def _clamp_mask(mask: Tensor) -> Tensor:
+def _clamp_additive_mask(mask: Tensor) -> Tensor:
     """Clamp the finite entries of an additive mask to at least -1e30; -inf stays.
 
     Smaller entries would overflow in kernels that scale the mask.
@@ -133,12 +133,12 @@ def _clamp_mask(mask: Tensor) -> Tensor:
     return where(compare("eq", mask, -math.inf), -math.inf, maximum(mask, constant_tensor(np.float32(-1e30))))
 
 
-def _prepare_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
+def _prepare_attention_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
     """Return an attention mask in the form of `ops.attention`, and whether each head has its own mask.
 
     A boolean mask becomes an additive one. `batch` has the sizes of the leading axes of the scores.
     """
-    added = where(mask, 0.0, -math.inf) if mask.is_bool else _clamp_mask(as_float(mask))
+    added = where(mask, 0.0, -math.inf) if mask.is_bool else _clamp_additive_mask(as_float(mask))
     whole = reshape(added, (1,) * (2 - added.rank) + added.shape) if added.rank < 2 else added
     own = whole.shape[-3] if whole.rank > 2 else 1
     ahead = whole.shape[:-3]
@@ -189,7 +189,9 @@ def group_norm(
     n = x.shape[0]
     runs = reshape(x, (n, groups, prod(x.shape[1:]) // groups))
     out = reshape(as_tensor(ops.norm(runs.value, eps=float(eps))), x.shape)
-    return _apply_weight_and_bias(out, *(None if p is None else per_channel(p, x.rank) for p in (weight, bias)))
+    return _apply_weight_and_bias(
+        out, *(None if p is None else reshape_channel_vector(p, x.rank) for p in (weight, bias))
+    )
 
 
 def batch_norm(
@@ -200,9 +202,9 @@ def batch_norm(
     factor = factor if weight is None else mul(factor, weight)
     less = mul(mean, factor)
     shift = sub(0.0, less) if bias is None else sub(bias, less)
-    return _apply_weight_and_bias(x, per_channel(factor, x.rank), per_channel(shift, x.rank))
+    return _apply_weight_and_bias(x, reshape_channel_vector(factor, x.rank), reshape_channel_vector(shift, x.rank))
 
 
-def per_channel(p: Tensor, rank: int) -> Tensor:
+def reshape_channel_vector(p: Tensor, rank: int) -> Tensor:
     """Reshape a vector of one number per channel so that it broadcasts over [images, channels, ...] of rank `rank`."""
     return reshape(p, p.shape + (1,) * (rank - 2))

@@ -10,7 +10,19 @@ from math import isinf, prod
 
 from ... import ops
 from ...graph import DType, Value
-from .arithmetic import add, as_bool, as_float, compare, div, is_infinite, logical_not, negative, sub, unary, where
+from .arithmetic import (
+    add,
+    apply_unary_op,
+    as_bool,
+    as_float,
+    compare,
+    div,
+    is_infinite,
+    logical_not,
+    negative,
+    sub,
+    where,
+)
 from .arithmetic import power as raise_to
 from .shapes import move_axis, permute, reshape
 from .tensor import Tensor, as_tensor, cast
@@ -19,10 +31,10 @@ from .tensor import Tensor, as_tensor, cast
 def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:
     if axes is None or (not isinstance(axes, int) and not axes):
         return list(range(x.rank))
-    return sorted({x.axis(a) for a in ([axes] if isinstance(axes, int) else axes)} if x.rank else set())
+    return sorted({x.normalise_axis(a) for a in ([axes] if isinstance(axes, int) else axes)} if x.rank else set())
 
 
-def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
+def merge_axes_into_last(x: Tensor, axes: Sequence[int]) -> Value:
     """Return the graph value of `x` with the given axes merged into one last axis: [other axes ..., merged entries]."""
     other_axes = [a for a in range(x.rank) if a not in axes]
     ordered = permute(x, [*other_axes, *axes])
@@ -31,7 +43,7 @@ def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
     return reshape(ordered, (*ahead, last) if len(ahead) < 5 else (prod(ahead), last)).value
 
 
-def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, is_bool: bool = False) -> Tensor:
+def _reshape_reduced_rows(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, is_bool: bool = False) -> Tensor:
     """Reshape the reduced rows of `merge_axes_into_last` to the result shape of a reduction of `x` over `axes`."""
     shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
     return reshape(as_tensor(value, None, is_bool), shape)
@@ -42,15 +54,15 @@ def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool =
     over = _list_axes(x, axes)
     if x.is_integer or x.is_bool:
         x = cast(x, DType.I64)
-        return _restore_shape(ops.reduce(merge_axes_last(x, over), kind="sum"), x, over, keepdim)
-    return _restore_shape(ops.sum_rows(merge_axes_last(x, over)), x, over, keepdim)
+        return _reshape_reduced_rows(ops.reduce(merge_axes_into_last(x, over), kind="sum"), x, over, keepdim)
+    return _reshape_reduced_rows(ops.sum_rows(merge_axes_into_last(x, over)), x, over, keepdim)
 
 
 def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the means over axes in floats; the mean of no entries is NaN."""
     over = _list_axes(x, axes)
-    rows = merge_axes_last(as_float(x), over)
-    means = _restore_shape(ops.mean(rows), x, over, keepdim)
+    rows = merge_axes_into_last(as_float(x), over)
+    means = _reshape_reduced_rows(ops.mean(rows), x, over, keepdim)
     return means if rows.shape[-1] else div(means, 0.0)
 
 
@@ -63,21 +75,21 @@ def variance(
     """
     over = _list_axes(x, axes)
     count = prod(x.shape[a] for a in over)
-    squared = unary(ops.sqr, sub(x, mean(x, over, keepdim=True)))
+    squared = apply_unary_op(ops.sqr, sub(x, mean(x, over, keepdim=True)))
     return div(sum_over(squared, over, keepdim), max(0.0, count - correction) if count else 0.0)
 
 
-def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+def reduce_by_kind(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the maximum, minimum or product over axes; `kind` is ``max``, ``min`` or ``prod``."""
     over = _list_axes(x, axes)
     if kind == "prod" and x.is_bool:
         x = cast(x, DType.I64)
-    return _restore_shape(ops.reduce(merge_axes_last(x, over), kind=kind), x, over, keepdim, x.is_bool)
+    return _reshape_reduced_rows(ops.reduce(merge_axes_into_last(x, over), kind=kind), x, over, keepdim, x.is_bool)
 
 
 def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return booleans over axes: true where at least one entry is non-zero."""
-    return extreme("max", as_bool(x), axes, keepdim)
+    return reduce_by_kind("max", as_bool(x), axes, keepdim)
 
 
 def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
@@ -89,9 +101,9 @@ def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
     """Return the index of the first largest entry along an axis, or of the flattened tensor, in i64."""
     over = _list_axes(x, axis)
     if x.is_integer:  # exact for large integers, unlike f32
-        x = compare("eq", x, extreme("max", x, over, keepdim=True))
-    value = ops.argmax(merge_axes_last(x, over))
-    return cast(_restore_shape(value, x, over, keepdim), DType.I64)
+        x = compare("eq", x, reduce_by_kind("max", x, over, keepdim=True))
+    value = ops.argmax(merge_axes_into_last(x, over))
+    return cast(_reshape_reduced_rows(value, x, over, keepdim), DType.I64)
 
 
 def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
@@ -99,12 +111,12 @@ def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
     return argmax(logical_not(x) if x.is_bool else negative(x), axis, keepdim)
 
 
-def extreme_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def max_or_min_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the maximum or minimum along an axis, and its index in i64; `kind` is ``max`` or ``min``."""
-    return extreme(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
+    return reduce_by_kind(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
-def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
+def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
     """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` names the reduction."""
     if x.is_bool:
         x = cast(x, DType.I64)
@@ -127,21 +139,21 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
     """Return ``log(sum(exp(x)))`` over axes without overflow; -inf if all entries are -inf."""
     over = _list_axes(x, axes)
-    top = extreme("max", x, over, keepdim=True)
+    top = reduce_by_kind("max", x, over, keepdim=True)
     top = where(is_infinite(top), 0.0, top)
-    whole = add(unary(ops.log, sum_over(unary(ops.exp, sub(x, top)), over, keepdim=True)), top)
+    whole = add(apply_unary_op(ops.log, sum_over(apply_unary_op(ops.exp, sub(x, top)), over, keepdim=True)), top)
     return whole if keepdim else reshape(whole, [n for a, n in enumerate(x.shape) if a not in over])
 
 
 def vector_norm(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Return the vector norm ``sum(|x| ** power) ** (1 / power)`` over axes, or its limit for power 0, inf and -inf."""
     if power == 2:
-        return unary(ops.sqrt, sum_over(unary(ops.sqr, x), axes, keepdim))
+        return apply_unary_op(ops.sqrt, sum_over(apply_unary_op(ops.sqr, x), axes, keepdim))
     if power == 0:
         return sum_over(cast(compare("ne", x, 0.0), DType.F32), axes, keepdim)
-    size = unary(ops.abs_, x)
+    size = apply_unary_op(ops.abs_, x)
     if isinf(power):
-        return extreme("max" if power > 0 else "min", size, axes, keepdim)
+        return reduce_by_kind("max" if power > 0 else "min", size, axes, keepdim)
     if power == 1:
         return sum_over(size, axes, keepdim)
     return raise_to(sum_over(raise_to(size, power), axes, keepdim), 1 / power)

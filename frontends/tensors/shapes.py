@@ -20,11 +20,11 @@ from .tensor import (
     Tensor,
     as_tensor,
     cast,
+    compute_value_shape,
     constant_tensor,
     number_as_tensor,
     promote_dtypes,
     reshape_value,
-    stored_shape,
 )
 
 
@@ -44,7 +44,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     if prod(whole) != size:
         raise ModelError(f"shape {list(shape)} does not hold the {size} elements of a tensor of {list(x.shape)}")
     known_array = None if x.constant is None else x.constant.reshape(whole)
-    return Tensor(reshape_value(x.value, stored_shape(whole)), whole, x.is_bool, known_array)
+    return Tensor(reshape_value(x.value, compute_value_shape(whole)), whole, x.is_bool, known_array)
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -52,7 +52,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
     Consecutive permutations become one.
     """
-    order = [x.axis(a) for a in axes]
+    order = [x.normalise_axis(a) for a in axes]
     shape = tuple(x.shape[a] for a in order)
     if order == list(range(x.rank)):
         return x
@@ -96,15 +96,15 @@ def transpose(x: Tensor, first: int, second: int) -> Tensor:
     if x.rank == 0:
         return x
     axes = list(range(x.rank))
-    i, j = x.axis(first), x.axis(second)
+    i, j = x.normalise_axis(first), x.normalise_axis(second)
     axes[i], axes[j] = j, i
     return permute(x, axes)
 
 
 def move_axis(x: Tensor, axis: int, position: int) -> Tensor:
     """Return `x` with one axis moved to the position `position`."""
-    axes = [a for a in range(x.rank) if a != x.axis(axis)]
-    axes.insert(x.axis(position), x.axis(axis))
+    axes = [a for a in range(x.rank) if a != x.normalise_axis(axis)]
+    axes.insert(x.normalise_axis(position), x.normalise_axis(axis))
     return permute(x, axes)
 
 
@@ -138,7 +138,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def squeeze(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
     """Remove the axes of size 1: all of them, or only the given `axes`."""
-    chosen = range(x.rank) if axes is None else {x.axis(a) for a in axes}
+    chosen = range(x.rank) if axes is None else {x.normalise_axis(a) for a in axes}
     return reshape(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in chosen])
 
 
@@ -153,7 +153,7 @@ def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]
 
     `change` takes a graph value and the index of the axis. For a flat value, the axes before and after are merged.
     """
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     if not x.exceeds_max_rank:
         return as_tensor(change(x.value, at), None, x.is_bool)
     before, after = prod(x.shape[:at]), prod(x.shape[at + 1 :])
@@ -163,7 +163,7 @@ def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]
 
 def slice_range(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
     """Return the entries from `start` to `stop` (exclusive) of one axis."""
-    if (start, stop) == (0, x.shape[x.axis(axis)]):
+    if (start, stop) == (0, x.shape[x.normalise_axis(axis)]):
         return x
     return apply_along_axis(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
 
@@ -173,14 +173,14 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
 
     Bounds may be negative or missing; a step may be negative.
     """
-    n = x.shape[x.axis(axis)]
+    n = x.shape[x.normalise_axis(axis)]
     if step < 0:
-        return take(x, axis, np.arange(n)[slice(start, stop, step)])
+        return take_at_constant_indices(x, axis, np.arange(n)[slice(start, stop, step)])
     first, last, _ = slice(start, stop).indices(n)
     count = max(0, -(-(last - first) // step))
     if step == 1 or count <= 1:
         return slice_range(x, axis, first, first + (count if count <= 1 else last - first))
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     lacking = max(0, first + count * step - n)
     longer = pad(x, [(0, lacking if i == at else 0) for i in range(x.rank)]) if lacking else x
     run = slice_range(longer, at, first, first + count * step)
@@ -188,9 +188,9 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
     return reshape(slice_range(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
-def take(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
+def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
     """Return the entries of one axis at constant indices; at most four consecutive ranges become slices."""
-    at, n = x.axis(axis), x.shape[x.axis(axis)]
+    at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     ids = np.asarray(indices, np.int64)
     ids = np.where(ids < 0, ids + n, ids)
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
@@ -213,7 +213,7 @@ def cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Concatenate tensors along an existing axis, after promotion to a common dtype."""
     some = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch skips tensors of shape (0,)
     first, *others = promote_dtypes(*some)
-    at = first.axis(axis)
+    at = first.normalise_axis(axis)
     for other in others:
         if not first.exceeds_max_rank:
             first = as_tensor(ops.concat(first.value, other.value, axis=at), None, first.is_bool)
@@ -235,7 +235,7 @@ def split(x: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor,
 
     An integer is the size of every part; the last part may be smaller.
     """
-    n = x.shape[x.axis(axis)]
+    n = x.shape[x.normalise_axis(axis)]
     ends = np.cumsum([min(sizes, n - i) for i in range(0, n, sizes)] if isinstance(sizes, int) else sizes)
     return tuple(slice_range(x, axis, int(a), int(b)) for a, b in zip([0, *ends], ends, strict=False))
 
@@ -247,7 +247,7 @@ def unbind(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
 
 def select(x: Tensor, axis: int, index: int) -> Tensor:
     """Return the entry at `index` of one axis, without this axis."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     i = index % x.shape[at]
     return squeeze(slice_range(x, at, i, i + 1), [at])
 
@@ -255,7 +255,7 @@ def select(x: Tensor, axis: int, index: int) -> Tensor:
 def flip(x: Tensor, axes: Sequence[int]) -> Tensor:
     """Reverse the order of the entries along each of `axes`."""
     for axis in axes:
-        x = take(x, axis, np.arange(x.shape[x.axis(axis)])[::-1])
+        x = take_at_constant_indices(x, axis, np.arange(x.shape[x.normalise_axis(axis)])[::-1])
     return x
 
 
@@ -264,7 +264,7 @@ def roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
     if not axes:
         return reshape(roll(reshape(x, [-1]), shifts, [0]), x.shape)
     for shift, axis in zip(shifts, axes, strict=True):
-        at = x.axis(axis)
+        at = x.normalise_axis(axis)
         n = x.shape[at]
         if n and shift % n:
             first = n - shift % n
@@ -313,5 +313,5 @@ def pad_by_mode(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor
     for axis, (a, b) in enumerate(pads):
         if a or b:
             own = np.pad(np.arange(x.shape[axis]), (max(0, a), max(0, b)), mode=mode)  # type: ignore[call-overload]
-            x = take(x, axis, own[max(0, -a) : len(own) - max(0, -b)])
+            x = take_at_constant_indices(x, axis, own[max(0, -a) : len(own) - max(0, -b)])
     return x

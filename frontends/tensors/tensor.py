@@ -50,7 +50,7 @@ class Tensor:
         """Whether the shape has more than `MAX_RANK` axes, so that the graph value is flat."""
         return len(self.shape) > MAX_RANK
 
-    def axis(self, axis: int) -> int:
+    def normalise_axis(self, axis: int) -> int:
         """Return the non-negative index of `axis`, which may be negative.
 
         Raises:
@@ -66,7 +66,7 @@ Number: TypeAlias = "int | float | bool"
 Operand: TypeAlias = "Tensor | int | float | bool"
 
 
-def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def compute_value_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Compute the shape of the graph value for a tensor of `shape`: equal, or flat for more than `MAX_RANK` axes."""
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
@@ -74,7 +74,7 @@ def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = False) -> Tensor:
     """Wrap a graph value as a tensor of `shape`, by default of its own shape; `is_bool` marks booleans."""
     full_shape = value.shape if shape is None else tuple(shape)
-    value_shape = stored_shape(full_shape)
+    value_shape = compute_value_shape(full_shape)
     return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
@@ -94,7 +94,7 @@ def constant_tensor(array: npt.ArrayLike) -> Tensor:
     """
     known = np.asarray(array)
     data = known.astype(np.float32) if known.dtype == bool or known.dtype == np.float64 else known
-    data = np.ascontiguousarray(data).reshape(stored_shape(known.shape))
+    data = np.ascontiguousarray(data).reshape(compute_value_shape(known.shape))
     digest = hashlib.sha256(data.tobytes() + repr((data.dtype.str, data.shape)).encode()).hexdigest()
     return Tensor(constant(f"constant.{digest[:16]}", data), known.shape, known.dtype == bool, known)
 

@@ -54,7 +54,7 @@ FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
 _ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
 
 
-def as_flags(message: str) -> str:
+def use_flag_names(message: str) -> str:
     """Replace Python arguments in a message of the library by command-line flags.
 
     Example: ``context=64`` becomes ``--ctx-size 64``.
@@ -76,9 +76,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
+        return super().parse_known_args(words if self._subparsers else self._move_positional_aliases(words), namespace)
 
-    def _as_positional(self, words: Sequence[str]) -> list[str]:
+    def _move_positional_aliases(self, words: Sequence[str]) -> list[str]:
         """Move the values of `PositionalAlias` flags to the positions of their positional arguments.
 
         The value of the first positional argument comes first, other values come last. Flags of llama.cpp that hocket
@@ -112,9 +112,9 @@ class CommandParser(argparse.ArgumentParser):
         return []
 
     def _refuse_llama_cpp_flag(self, flag: str) -> None:
-        from .llama_cpp import find_flag  # a table that is needed after mistakes only
+        from .llama_cpp import find_unsupported_flag  # a table that is needed after mistakes only
 
-        if found := find_flag(flag, self.prog.split()[-1]):
+        if found := find_unsupported_flag(flag, self.prog.split()[-1]):
             self.error(f"{flag} is a flag of llama.cpp; {found.remedy}")
 
     def error(self, message: str) -> NoReturn:
@@ -126,7 +126,7 @@ class CommandParser(argparse.ArgumentParser):
             message = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
             raise argparse.ArgumentError(action, message)
 
-    def refuse_words(self, words: Sequence[str]) -> NoReturn:
+    def exit_for_unknown_words(self, words: Sequence[str]) -> NoReturn:
         """Exit with an error message about unknown words, which suggests the nearest flag."""
         word = next((w for w in words if w.startswith("-")), words[0])
         flag = word.partition("=")[0]

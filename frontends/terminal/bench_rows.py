@@ -18,7 +18,7 @@ SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BenchRowFormat:
     """The format of one kind of benchmark rows: the name of the SQL table, the Markdown head and the Markdown cells."""
 
     name: str
@@ -33,20 +33,20 @@ def _format_cells(row: Row) -> list[object]:
     return [*cells, f"{read / 1e9:.1f}" if isinstance(read, float) else "", "" if share is None else f"{share:.0%}"]
 
 
-BENCH_TABLE = Table("llama_bench", TABLE_HEAD, _format_cells)
+BENCH_TABLE = BenchRowFormat("llama_bench", TABLE_HEAD, _format_cells)
 """The row format of llama-bench, which scripts of llama.cpp read."""
 
 
-def format_rows(rows: Iterable[Row], format: str, table: Table = BENCH_TABLE) -> Iterator[str]:
+def format_rows(rows: Iterable[Row], format: str, table: BenchRowFormat = BENCH_TABLE) -> Iterator[str]:
     """Yield the lines of benchmark rows in a format of `ROW_FORMATS`, such as ``md`` or ``csv``."""
     return ROW_FORMATS[format](rows, table)
 
 
-def _format_json(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_json(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     yield json.dumps(list(rows), indent=1)
 
 
-def _format_csv(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_csv(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     for number, row in enumerate(rows):
         columns = _without_samples(row)
         if not number:
@@ -60,7 +60,7 @@ def _quote_cells(cells: Iterable[object]) -> str:
     return line.getvalue()
 
 
-def _format_sql(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_sql(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     for number, row in enumerate(rows):
         columns = _without_samples(row)
         if not number:
@@ -81,7 +81,7 @@ def _without_samples(row: Row) -> dict[str, object]:
     return {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
-def _format_markdown(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_markdown(rows: Iterable[Row], table: BenchRowFormat) -> Iterator[str]:
     for number, row in enumerate(rows):
         cells = table.cells(row)
         if not number:
@@ -90,7 +90,7 @@ def _format_markdown(rows: Iterable[Row], table: Table) -> Iterator[str]:
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-ROW_FORMATS: Mapping[str, Callable[[Iterable[Row], Table], Iterator[str]]] = {
+ROW_FORMATS: Mapping[str, Callable[[Iterable[Row], BenchRowFormat], Iterator[str]]] = {
     "md": _format_markdown,
     "json": _format_json,
     "jsonl": lambda rows, table: map(json.dumps, rows),

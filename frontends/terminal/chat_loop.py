@@ -14,8 +14,8 @@ from types import MappingProxyType
 from ...graph.storage.disk_cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
-from .arguments import as_flags
-from .output import write_data, write_log_line
+from .arguments import use_flag_names
+from .output import write_line_to_stderr, write_to_stdout
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]
@@ -27,35 +27,35 @@ def run_chat_loop(conversation: Conversation) -> None:
 
     Ctrl-C during an answer ends the answer and counts as the first one. The written part stays in the conversation.
     """
-    ask = _make_reader() if sys.stdin is not None and sys.stdin.isatty() else input
+    ask = _make_message_reader() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
     while True:
         try:
             text = ask("> ").strip()
         except EOFError:
-            write_data("\n")
+            write_to_stdout("\n")
             return
         except KeyboardInterrupt:
             if interrupted:
-                write_data("\n")
+                write_to_stdout("\n")
                 return
             interrupted = True
-            write_log_line(f"\n{EXIT_HINT}")
+            write_line_to_stderr(f"\n{EXIT_HINT}")
             continue
         interrupted = False
         name, _, argument = text.partition(" ")
         if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in text):
             if name not in CHAT_COMMANDS:
-                write_log_line(f"there is no command {name}; /help lists them")
+                write_line_to_stderr(f"there is no command {name}; /help lists them")
             elif not CHAT_COMMANDS[name](conversation, argument.strip()):
                 return
         elif text:
             interrupted = _write_reply(conversation, text)
             if interrupted:
-                write_log_line(EXIT_HINT)
+                write_line_to_stderr(EXIT_HINT)
 
 
-def _make_reader() -> Callable[[str], str]:
+def _make_message_reader() -> Callable[[str], str]:
     """Make the function that reads one message from the terminal, with line editing and the messages of earlier chats.
 
     Pasted lines are one message. Alt+Enter begins a new line.
@@ -75,7 +75,7 @@ def _make_reader() -> Callable[[str], str]:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.open("ab").close()
         history = FileHistory(file)
-    write_log_line("(/help lists commands; Alt+Enter begins a new line)")
+    write_line_to_stderr("(/help lists commands; Alt+Enter begins a new line)")
     session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
     return session.prompt
 
@@ -85,16 +85,18 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
     interrupted = False
     try:
         for new_text in conversation.reply(text):
-            write_data(new_text)
+            write_to_stdout(new_text)
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
-        write_log_line(f"{as_flags(str(error))}; /reset forgets what was said, /shift its older half only, from now on")
+        write_line_to_stderr(
+            f"{use_flag_names(str(error))}; /reset forgets what was said, /shift its older half only, from now on"
+        )
         return False
-    write_data("\n")
+    write_to_stdout("\n")
     session = conversation.session
     if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
-        write_log_line(
+        write_line_to_stderr(
             f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
             "/shift its older half only, from now on)"
         )
@@ -103,8 +105,8 @@ def _write_reply(conversation: Conversation, text: str) -> bool:
 
 def _show_help(conversation: Conversation, argument: str) -> bool:
     """show this list of commands"""
-    write_data("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
-    write_data("Alt+Enter begins a new line; pasted lines are one message\n")
+    write_to_stdout("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
+    write_to_stdout("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 
@@ -123,32 +125,32 @@ def _set_system_prompt(conversation: Conversation, argument: str) -> bool:
 
 def _save_conversation(conversation: Conversation, argument: str) -> bool:
     """FILE: save the conversation, to continue later on any devices"""
-    return _transfer_conversation("/save", argument, conversation, conversation.save, "are kept")
+    return _save_or_load_conversation("/save", argument, conversation, conversation.save, "are kept")
 
 
 def _load_conversation(conversation: Conversation, argument: str) -> bool:
     """FILE: continue a saved conversation"""
-    return _transfer_conversation("/load", argument, conversation, conversation.load, "were said")
+    return _save_or_load_conversation("/load", argument, conversation, conversation.load, "were said")
 
 
-def _transfer_conversation(
+def _save_or_load_conversation(
     command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
     """Save or load a conversation with `transfer`, and report the number of messages or the error; return true."""
     if not path:
-        write_log_line(f"{command}: the file name is missing; give one")
+        write_line_to_stderr(f"{command}: the file name is missing; give one")
         return True
     try:
         transfer(path)
-        write_log_line(f"{path}: {len(conversation.messages)} messages {messages}")
+        write_line_to_stderr(f"{path}: {len(conversation.messages)} messages {messages}")
     except OSError as why:
-        write_log_line(f"{path}: {why.strerror or why}")
+        write_line_to_stderr(f"{path}: {why.strerror or why}")
     except ModelError as why:
-        write_log_line(as_flags(str(why)))
+        write_line_to_stderr(use_flag_names(str(why)))
     return True
 
 
-def _shift_context(conversation: Conversation, argument: str) -> bool:
+def _enable_context_shift(conversation: Conversation, argument: str) -> bool:
     """drop the older half of the context whenever it is full, as --context-shift does"""
     pinned_tokens = int(conversation.tokenizer.add_bos)
     conversation.params = replace(conversation.params, pinned_tokens=pinned_tokens)
@@ -158,7 +160,7 @@ def _shift_context(conversation: Conversation, argument: str) -> bool:
 def _show_stats(conversation: Conversation, argument: str) -> bool:
     """show the token counts and the rates so far"""
     session = conversation.session
-    write_data(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
+    write_to_stdout(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
     return True
 
 
@@ -174,7 +176,7 @@ CHAT_COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
         "/system": _set_system_prompt,
         "/save": _save_conversation,
         "/load": _load_conversation,
-        "/shift": _shift_context,
+        "/shift": _enable_context_shift,
         "/stats": _show_stats,
         "/exit": _end_chat,
     }

@@ -14,7 +14,7 @@ COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class LlamaCppFlag:
     """A command-line flag of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
 
     A flag without a remedy is accepted by hocket under all these spellings, with the same meaning.
@@ -25,11 +25,11 @@ class Flag:
     remedy: str = ""
 
 
-def _parse_flags(programs: str, table: str) -> Iterator[Flag]:
+def _parse_flag_table(programs: str, table: str) -> Iterator[LlamaCppFlag]:
     """Yield a flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
     for line in table.strip().splitlines():
         names, _, remedy = line.partition(": ")
-        yield Flag(tuple(names.split()), programs, remedy)
+        yield LlamaCppFlag(tuple(names.split()), programs, remedy)
 
 
 NO_DOWNLOAD_REMEDY = "hocket downloads nothing; give a GGUF file with -m"
@@ -304,12 +304,12 @@ PERPLEXITY_FLAGS = """
 --kl-divergence-base --save-all-logits: hocket logits writes the logits of every position
 """
 
-FLAGS: tuple[Flag, ...] = (
-    *_parse_flags("cbp", COMMON_FLAGS),
-    *_parse_flags("cp", MODEL_FLAGS),
-    *_parse_flags("c", CLI_FLAGS),
-    *_parse_flags("b", BENCH_FLAGS),
-    *_parse_flags("p", PERPLEXITY_FLAGS),
+FLAGS: tuple[LlamaCppFlag, ...] = (
+    *_parse_flag_table("cbp", COMMON_FLAGS),
+    *_parse_flag_table("cp", MODEL_FLAGS),
+    *_parse_flag_table("c", CLI_FLAGS),
+    *_parse_flag_table("b", BENCH_FLAGS),
+    *_parse_flag_table("p", PERPLEXITY_FLAGS),
 )
 
 PROGRAM_REMEDIES = {
@@ -342,7 +342,7 @@ PROGRAM_SYNONYMS = {
 """Programs of llama.cpp by command name in other software."""
 
 
-def find_flag(name: str, command: str) -> Flag | None:
+def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
     """Find the flag of llama.cpp that hocket lacks, by name, or return `None`.
 
     The counterpart of the hocket command `command` comes first.

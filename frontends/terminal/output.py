@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 
-def write_data(text: str) -> None:
+def write_to_stdout(text: str) -> None:
     """Write data to stdout and flush it; do nothing if stdout is closed."""
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
-def write_log_line(line: str) -> None:
+def write_line_to_stderr(line: str) -> None:
     """Write one line to stderr."""
     print(line, file=sys.stderr)

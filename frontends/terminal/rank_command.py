@@ -21,7 +21,7 @@ from .arguments import as_one_line
 SAME_INSTALLATION_HINT = "install the same on all machines"
 
 
-def run_rank(
+def run_command_as_rank(
     launch: LaunchInfo,
     run: Callable[[World], int],
     format_error: Callable[[Exception], str],
@@ -65,19 +65,19 @@ def run_rank(
         try:
             world.leave(SILENCE_TIMEOUT_SECONDS if code else None)
         except RanksError:
-            world.end(code or 2)
+            world.end_process(code or 2)
     except KeyboardInterrupt:
-        world.end(130, "it was interrupted (Ctrl-C)")
+        world.end_process(130, "it was interrupted (Ctrl-C)")
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        world.end(2, "" if world.failure else as_one_line(format_error(error)))
+        world.end_process(2, "" if world.failure else as_one_line(format_error(error)))
     except BaseException as error:
         sys.__excepthook__(type(error), error, error.__traceback__)
-        world.end(1, as_one_line(f"{type(error).__name__}: {error}"))
+        world.end_process(1, as_one_line(f"{type(error).__name__}: {error}"))
     notify_supervisor(pipe)
     return code
 
 
 def _on_terminate(world: World, number: int, frame: FrameType | None) -> NoReturn:
-    world.end(128 + number, "it was told to end (SIGTERM)")
+    world.end_process(128 + number, "it was told to end (SIGTERM)")

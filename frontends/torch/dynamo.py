@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_unflatten
 from ...graph import HocketError
 from ...scheduler import plan
 from ..errors import ModelError
-from .importer import MissingRowsError, decompose_program, has_pytorch_sort_order, has_table_row, import_program
-from .parameter_binding import ParameterBindings, is_bound_argument
-from .program_split import split_program
+from .importer import UnsupportedOpsError, decompose_program, has_op_converter, has_pytorch_sort_order, import_program
+from .parameter_binding import ParameterBindings, is_bindable_parameter
+from .program_split import split_at_unsupported_ops
 
 CallArguments = tuple[Any, ...]
 """Arguments of one call of a captured graph."""
@@ -76,18 +76,18 @@ class CompiledGraph:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
         numbers = {i: args[i].item() for i in self.scalar_arguments if isinstance(args[i], torch.Tensor)}
-        shapes = ((a.shape, a.dtype, is_bound_argument(a)) if isinstance(a, torch.Tensor) else a for a in args)
+        shapes = ((a.shape, a.dtype, is_bindable_parameter(a)) if isinstance(a, torch.Tensor) else a for a in args)
         key = (*shapes, *map(repr, numbers.values()))
         if key not in self.runners:
             with _export_lock:
                 if key not in self.runners:
-                    self.runners[key] = self._load_graph(args, numbers)
-        return self.runners[key](_remove_scalars(args, numbers) if numbers else args)
+                    self.runners[key] = self._build_graph_runner(args, numbers)
+        return self.runners[key](_without_scalar_arguments(args, numbers) if numbers else args)
 
-    def _load_graph(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
+    def _build_graph_runner(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
         """Build the function that runs calls with these shapes: by hocket, in segments, or by PyTorch alone."""
-        module = _with_scalar_constants(self.module, numbers) if numbers else self.module
-        args = _remove_scalars(args, numbers)
+        module = _replace_scalar_arguments(self.module, numbers) if numbers else self.module
+        args = _without_scalar_arguments(args, numbers)
         try:
             if any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args):
                 raise ModelError("it is called with tensors on the meta device, which have no numbers")
@@ -95,16 +95,16 @@ class CompiledGraph:
                 raise ModelError(
                     f"it is called with more than {MAX_SCALAR_PROGRAMS} numbers; give a number that varies as a tensor"
                 )
-            return LoadedGraph(module, args, self.options)
-        except MissingRowsError as why:
+            return WholeGraph(module, args, self.options)
+        except UnsupportedOpsError as why:
             warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.op_counts_text}", stacklevel=2)
-            return SplitGraph(module, args, self.options)
+            return SegmentedGraph(module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
             return lambda call_args: module(*call_args)
 
 
-def _remove_scalars(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
+def _without_scalar_arguments(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
     """Return the arguments with None for the Python numbers, which the graph contains as constants."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
@@ -124,7 +124,7 @@ def _is_item_call(node: torch.fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
+def _replace_scalar_arguments(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
     """Return a copy of a graph with constants in place of its scalar arguments; `numbers` has the values by index."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -141,15 +141,15 @@ def _with_scalar_constants(module: torch.fx.GraphModule, numbers: Mapping[int, A
     return torch.fx.GraphModule(module, graph)
 
 
-class LoadedGraph:
+class WholeGraph:
     """A captured graph that hocket runs as a whole: planned once, and bound to each set of parameters in its calls."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         settings = dict(options)
         devices = settings.pop("devices")
         self.module = module
-        operands = [i for i, arg in enumerate(args) if is_bound_argument(arg)]
-        self.program = import_program(_export_graph(module, args), operands, _is_supported)
+        operands = [i for i, arg in enumerate(args) if is_bindable_parameter(arg)]
+        self.program = import_program(_export_graph(module, args), operands, _is_supported_exactly)
         self.bindings = ParameterBindings(self.program, plan(self.program.graph, devices, **settings), module)
 
     def __call__(self, args: CallArguments) -> Any:
@@ -158,7 +158,7 @@ class LoadedGraph:
         ):
             warnings.warn("PyTorch runs this graph itself: it changes an argument that shares memory", stacklevel=3)
             return self.module(*args)
-        return tree_unflatten(self.bindings.bind_runner(args).run_flat(args), self.program.out_spec)
+        return tree_unflatten(self.bindings.bind_runner(args).run_flat_arguments(args), self.program.out_spec)
 
 
 def _has_shared_memory(args: CallArguments, written: Sequence[int]) -> bool:
@@ -178,11 +178,11 @@ class _GraphSegment(torch.nn.Module):
         return self.compiled_graph(*args)
 
 
-class SplitGraph:
+class SegmentedGraph:
     """A captured graph that is split at unsupported ops: PyTorch runs these ops, and hocket the segments between."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
-        self.segmented_module, ours = split_program(_export_graph(module, args), _is_supported)
+        self.segmented_module, ours = split_at_unsupported_ops(_export_graph(module, args), _is_supported_exactly)
         for name in ours:
             setattr(self.segmented_module, name, _GraphSegment(getattr(self.segmented_module, name), options))
 
@@ -190,9 +190,9 @@ class SplitGraph:
         return self.segmented_module(*args)
 
 
-def _is_supported(node: torch.fx.Node) -> bool:
+def _is_supported_exactly(node: torch.fx.Node) -> bool:
     """Whether hocket computes a node exactly as PyTorch does, including the order of equal entries in a sort."""
-    return has_table_row(node) and has_pytorch_sort_order(node)
+    return has_op_converter(node) and has_pytorch_sort_order(node)
 
 
 def _export_graph(module: torch.fx.GraphModule, args: CallArguments) -> Any:

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
-from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
-from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
+from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, resolve_dtype_name
+from ..tensors.tensor import Tensor, cast, compute_value_shape, constant_tensor, merge_equal_nodes
 from .array_views import as_array
 from .op_table import CAST_OPERAND_OPS, OP_TABLE
 from .program import Program
@@ -50,7 +50,7 @@ MAX_INSERTION_SORT_ENTRIES = 16
 """Entries up to which PyTorch's CPU sort keeps the order of equal entries (insertion sort in libstdc++ `std::sort`)."""
 
 
-class MissingRowsError(ModelError):
+class UnsupportedOpsError(ModelError):
     """A program calls ops that the op table lacks.
 
     `op_counts_text` lists the ops, each with its number of calls.
@@ -98,7 +98,7 @@ def import_program(
     import torch
 
     with torch.no_grad():
-        return _ProgramImporter(exported, frozenset(bound_arguments), can_convert or has_table_row).build_program()
+        return _ProgramImporter(exported, frozenset(bound_arguments), can_convert or has_op_converter).build_program()
 
 
 def decompose_program(exported: ExportedProgram) -> ExportedProgram:
@@ -107,16 +107,16 @@ def decompose_program(exported: ExportedProgram) -> ExportedProgram:
     from torch.export import default_decompositions
 
     decompositions = default_decompositions()
-    for op in [op for op in decompositions if _find_aten_name(op) in OP_TABLE]:
+    for op in [op for op in decompositions if _get_aten_op_name(op) in OP_TABLE]:
         decompositions.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own names
         return exported.run_decompositions(decompositions)
 
 
-def has_table_row(node: Node) -> bool:
+def has_op_converter(node: Node) -> bool:
     """Whether the op table has the op of a node, or the node computes nothing."""
-    return node.op == "call_function" and (_find_aten_name(node.target) in OP_TABLE or _needs_no_kernel(node))
+    return node.op == "call_function" and (_get_aten_op_name(node.target) in OP_TABLE or _is_no_op_node(node))
 
 
 def has_pytorch_sort_order(node: Node) -> bool:
@@ -125,7 +125,7 @@ def has_pytorch_sort_order(node: Node) -> bool:
     Without ``stable=True`` PyTorch sorts 17 or more entries by an algorithm that does not keep the order of equal
     entries. True for any other node.
     """
-    name = _find_aten_name(node.target)
+    name = _get_aten_op_name(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
         return True
     places = node.meta["val"] if name == "argsort" else node.meta["val"][1]
@@ -135,7 +135,7 @@ def has_pytorch_sort_order(node: Node) -> bool:
     return name == "sort" and not any(user.args[1] == 1 and user.users for user in node.users)
 
 
-def _find_aten_name(target: object) -> str:
+def _get_aten_op_name(target: object) -> str:
     """Return the name of an ATen op without its overload, or an empty string for any other target."""
     packet = getattr(target, "_overloadpacket", None)
     return str(getattr(packet, "__name__", "")) if packet is not None else ""
@@ -147,7 +147,7 @@ class _ProgramImporter:
 
     exported_program: ExportedProgram
     bound_arguments: frozenset[int]
-    has_row: Callable[[Node], bool]
+    can_convert: Callable[[Node], bool]
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
     """The values that hocket computes, by FX node: a `Tensor`, or a tuple of tensors."""
@@ -172,7 +172,7 @@ class _ProgramImporter:
         for node in self.exported_program.graph.nodes:
             if node.op == "placeholder":
                 self._add_leaf(node, specs[node.name], changed)
-        self._require_rows()
+        self._require_known_ops()
         for node in self.exported_program.graph.nodes:
             if node.op == "get_attr":
                 self.constants[node] = _find_attribute(self.exported_program.graph_module, str(node.target))
@@ -196,7 +196,7 @@ class _ProgramImporter:
             data = self.exported_program.state_dict[spec.target]
             if kind == "BUFFER":
                 dtype, truth = _as_hocket_dtype(data.dtype, node)
-                value = state(spec.target, stored_shape(data.shape), dtype)
+                value = state(spec.target, compute_value_shape(data.shape), dtype)
                 self.states[spec.target], self.weights[spec.target] = value, as_array(data, spec.target)
                 self.values[node] = Tensor(value, tuple(data.shape), truth)
             else:
@@ -219,7 +219,7 @@ class _ProgramImporter:
         shape = _require_static_shape(node, value)
         self.arguments.append(ProgramArgument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
         leaf = weight if is_weight else input
-        self.values[node] = Tensor(leaf(node.name, stored_shape(shape), dtype), shape, truth)
+        self.values[node] = Tensor(leaf(node.name, compute_value_shape(shape), dtype), shape, truth)
 
     def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
         """Add a weight for a tensor and return it; tensors of equal address, shape and strides share one weight."""
@@ -229,13 +229,13 @@ class _ProgramImporter:
         dtype, truth = _as_hocket_dtype(data.dtype, name)
         array = as_array(data, name)
         shape = tuple(data.shape)
-        self.weights[name] = array.reshape(stored_shape(shape))
-        self.weight_by_memory[key] = Tensor(weight(name, stored_shape(shape), dtype), shape, truth)
+        self.weights[name] = array.reshape(compute_value_shape(shape))
+        self.weight_by_memory[key] = Tensor(weight(name, compute_value_shape(shape), dtype), shape, truth)
         return self.weight_by_memory[key]
 
     # ------------------------------------------------------------------------------------------------------- nodes
 
-    def _require_rows(self) -> None:
+    def _require_known_ops(self) -> None:
         """Raise `UnsupportedOpsError` with all ops that the op table lacks, except for calls that are constant-folded.
 
         PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
@@ -250,21 +250,21 @@ class _ProgramImporter:
             elif node.op == "call_function":
                 if _is_constant_foldable(node) and all(n in known for n in node.all_input_nodes):
                     known.add(node)
-                elif not self.has_row(node):
+                elif not self.can_convert(node):
                     is_result = node.all_input_nodes and node.all_input_nodes[0].op == "call_function"
-                    if _find_aten_name(node.target) in MEMORY_READING_OPS and is_result:
+                    if _get_aten_op_name(node.target) in MEMORY_READING_OPS and is_result:
                         raise ModelError(
-                            f"%{node.name} = {_format_target(node.target)}: it reads the memory of a result, and "
+                            f"%{node.name} = {_format_call_target(node.target)}: it reads the memory of a result, and "
                             "hocket lays results out in its own way"
                         )
-                    missing[_format_target(node.target)] += 1
+                    missing[_format_call_target(node.target)] += 1
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
-            raise MissingRowsError(listed)
+            raise UnsupportedOpsError(listed)
 
     def _convert_call(self, node: Node) -> None:
         """Convert one call to graph nodes, or constant-fold it if all of its operands are constants."""
-        name = _find_aten_name(node.target)
+        name = _get_aten_op_name(node.target)
         if name in ASSERTION_OPS:
             return
         if _is_constant_foldable(node) and all(n in self.constants for n in node.all_input_nodes):
@@ -273,7 +273,7 @@ class _ProgramImporter:
                 *_replace_nodes(node.args, self.constants), **_replace_nodes(node.kwargs, self.constants)
             )
             return
-        if _format_target(node.target) == "getitem":
+        if _format_call_target(node.target) == "getitem":
             source, index = node.args
             self.values[node] = self.values[source][index]  # type: ignore[index]
             return
@@ -285,13 +285,13 @@ class _ProgramImporter:
                 operand = node.all_input_nodes[0]
                 tensors[operand] = cast(tensors[operand], *_as_hocket_dtype(node.meta["val"].dtype, node))
             out = row(*_replace_nodes(node.args, tensors), **_replace_nodes(kwargs, tensors))
-            self.values[node] = _cast_results(out, node.meta["val"], node)
+            self.values[node] = _cast_to_pytorch_dtypes(out, node.meta["val"], node)
         except (ModelError, GraphError) as why:
-            raise ModelError(f"%{node.name} = {_format_target(node.target)}: {why}") from None
+            raise ModelError(f"%{node.name} = {_format_call_target(node.target)}: {why}") from None
         except Exception as why:  # a row may not know an argument of the call
             problem = f"{type(why).__name__}: {why}".partition("\n")[0]
             raise ModelError(
-                f"%{node.name} = {_format_target(node.target)}: the row fails with {problem:.200}"
+                f"%{node.name} = {_format_call_target(node.target)}: the row fails with {problem:.200}"
             ) from why
 
     def _resolve_tensor(self, node: Node) -> Any:
@@ -390,7 +390,7 @@ def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tu
     name = str(dtype).removeprefix("torch.")
     if known and name == "float64":
         return DType.F32, False
-    return find_dtype(name, where)
+    return resolve_dtype_name(name, where)
 
 
 def _require_static_shape(where: object, value: Any) -> tuple[int, ...]:
@@ -401,15 +401,15 @@ def _require_static_shape(where: object, value: Any) -> tuple[int, ...]:
     return tuple(value.shape)
 
 
-def _format_target(target: object) -> str:
+def _format_call_target(target: object) -> str:
     """Return the name of a call target for messages."""
     text = str(target)
     return getattr(target, "__name__", text) if text.startswith("<") else text
 
 
-def _needs_no_kernel(node: Node) -> bool:
+def _is_no_op_node(node: Node) -> bool:
     """Whether a node computes nothing: an assertion, or the selection of one result of a tuple."""
-    return _format_target(node.target) == "getitem" or _find_aten_name(node.target) in ASSERTION_OPS
+    return _format_call_target(node.target) == "getitem" or _get_aten_op_name(node.target) in ASSERTION_OPS
 
 
 def _is_constant_foldable(node: Node) -> bool:
@@ -430,14 +430,14 @@ def _replace_nodes(tree: Any, value_by_node: Mapping[Node, Any]) -> Any:
     return value_by_node[tree] if type(tree).__name__ == "Node" else tree
 
 
-def _cast_results(out: Any, meta: Any, node: Node) -> Any:
+def _cast_to_pytorch_dtypes(out: Any, meta: Any, node: Node) -> Any:
     """Cast the results of a converter to the dtypes that PyTorch states in `meta`.
 
     Raises:
         ModelError: A result has another shape than in PyTorch, so the converter is wrong.
     """
     if isinstance(meta, list | tuple):
-        return tuple(_cast_results(o, m, node) for o, m in zip(out, meta, strict=False))
+        return tuple(_cast_to_pytorch_dtypes(o, m, node) for o, m in zip(out, meta, strict=False))
     if out is None or meta is None:
         return None
     dtype, truth = _as_hocket_dtype(meta.dtype, node)

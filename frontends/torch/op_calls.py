@@ -62,24 +62,24 @@ def rsub(x: Tensor, other: Operand, alpha: float = 1) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return arith.unary(ops.gelu_erf if approximate == "none" else ops.gelu, x)
+    return arith.apply_unary_op(ops.gelu_erf if approximate == "none" else ops.gelu, x)
 
 
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    smooth = arith.scale_and_shift(arith.unary(ops.softplus, arith.scale_and_shift(x, beta)), 1 / beta)
+    smooth = arith.scale_and_shift(arith.apply_unary_op(ops.softplus, arith.scale_and_shift(x, beta)), 1 / beta)
     return arith.where(arith.compare("gt", arith.scale_and_shift(x, beta), float(threshold)), x, smooth)
 
 
 def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
     low = arith.scale_and_shift(
-        arith.unary(ops.expm1, arith.scale_and_shift(arith.clamp(x, max=0.0), input_scale)), alpha * scale
+        arith.apply_unary_op(ops.expm1, arith.scale_and_shift(arith.clamp(x, max=0.0), input_scale)), alpha * scale
     )
     return arith.where(arith.compare("gt", x, 0.0), arith.scale_and_shift(x, scale), low)
 
 
 def make_log_converter(base: float) -> OpConverter:
     """Make the converter of a logarithm to a base, such as ``log2``."""
-    return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
+    return lambda x: arith.scale_and_shift(arith.apply_unary_op(ops.log, x), 1 / math.log(base))
 
 
 def addcmul(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
@@ -102,7 +102,7 @@ def full_like(x: Tensor, value: Operand) -> Tensor:
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
-def make_new_constant_converter(value: float) -> OpConverter:
+def make_constant_of_size_converter(value: float) -> OpConverter:
     """Make the converter of an op that returns a float32 constant of a given shape, such as ``new_zeros``."""
     return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
@@ -133,16 +133,16 @@ def squeeze(x: Tensor, axes: int | Sequence[int] | None = None) -> Tensor:
 
 def chunk(x: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
     """Convert ``chunk``: split an axis into at most `chunks` parts of equal size; the last part may be smaller."""
-    return shapes.split(x, max(1, -(-x.shape[x.axis(axis)] // chunks)), axis)
+    return shapes.split(x, max(1, -(-x.shape[x.normalise_axis(axis)] // chunks)), axis)
 
 
 def flatten(x: Tensor, start: int = 0, end: int = -1) -> Tensor:
-    a, b = x.axis(start), x.axis(end)
+    a, b = x.normalise_axis(start), x.normalise_axis(end)
     return shapes.reshape(x, (*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]))
 
 
 def unflatten(x: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
-    a = x.axis(axis)
+    a = x.normalise_axis(axis)
     known = math.prod(n for n in sizes if n != -1)
     return shapes.reshape(x, (*x.shape[:a], *(x.shape[a] // known if n == -1 else n for n in sizes), *x.shape[a + 1 :]))
 
@@ -163,25 +163,25 @@ def make_pad_converter(mode: str) -> OpConverter:
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
     """Convert ``unfold``: return the sliding windows of one axis; their entries become a new last axis."""
-    at = x.axis(axis)
+    at = x.normalise_axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
     return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
     """Convert ``diagonal``: return the diagonal of two axes as a new last axis."""
-    a, b = x.axis(first), x.axis(second)
+    a, b = x.normalise_axis(first), x.normalise_axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
     axes = [i for i in range(x.rank) if i not in (a, b)]
     front = shapes.permute(x, [*axes, a, b])
     flat = shapes.reshape(front, (*front.shape[:-2], x.shape[a] * x.shape[b]))
-    return shapes.take(flat, -1, rows * x.shape[b] + rows + offset)
+    return shapes.take_at_constant_indices(flat, -1, rows * x.shape[b] + rows + offset)
 
 
 def select_scatter(x: Tensor, src: Tensor, axis: int, index: int) -> Tensor:
-    i = index % x.shape[x.axis(axis)]
-    return indexing.set_slice(x, shapes.unsqueeze(src, x.axis(axis)), axis, i, i + 1)
+    i = index % x.shape[x.normalise_axis(axis)]
+    return indexing.set_slice(x, shapes.unsqueeze(src, x.normalise_axis(axis)), axis, i, i + 1)
 
 
 def slice_scatter(
@@ -224,10 +224,10 @@ def variance_over(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 
 def standard_deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
-    return arith.unary(ops.sqrt, variance_over(x, *args, **more))
+    return arith.apply_unary_op(ops.sqrt, variance_over(x, *args, **more))
 
 
-def make_extreme_converter(kind: str) -> OpConverter:
+def make_max_min_converter(kind: str) -> OpConverter:
     """Make the converter of ``max`` or ``min`` (`kind`).
 
     Its overloads reduce all entries, compare two tensors, or reduce an axis and also return the indices.
@@ -236,22 +236,22 @@ def make_extreme_converter(kind: str) -> OpConverter:
 
     def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
         if other is None:
-            return reductions.extreme(kind, x)
+            return reductions.reduce_by_kind(kind, x)
         if isinstance(other, Tensor):
             return pair(x, other)
-        return reductions.extreme_with_index(kind, x, other, keepdim)
+        return reductions.max_or_min_with_index(kind, x, other, keepdim)
 
     return row
 
 
 def make_reduction_converter(kind: str) -> OpConverter:
     """Make the converter of a reduction over axes without indices; `kind` is ``max``, ``min`` or ``prod``."""
-    return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
+    return lambda x, axes=None, keepdim=False: reductions.reduce_by_kind(kind, x, axes, keepdim)
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:
     """Make the converter of a cumulative reduction along an axis; `kind` is ``sum`` or ``prod``."""
-    return lambda x, axis: reductions.accumulate(kind, x, axis)
+    return lambda x, axis: reductions.accumulate_along_axis(kind, x, axis)
 
 
 @with_scalar_support
@@ -428,7 +428,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
     return indexing.index_put(x, indices, values, accumulate)
 
 
-def copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
+def broadcast_copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
     """Convert ``copy``: return the source, broadcast to the shape of the destination `x`."""
     return shapes.expand(src, x.shape)
 

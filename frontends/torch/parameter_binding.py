@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ...scheduler import Executor, Plan, Store
 from ...scheduler.runtime.shared_buffers import WeightCopies
-from ..tensors.tensor import stored_shape
+from ..tensors.tensor import compute_value_shape
 from .array_views import as_array
 from .program import Program, Runner
 
@@ -31,7 +31,7 @@ _binding_lock = threading.RLock()
 """Lock around the binding of parameters and the refresh of their copies."""
 
 
-def is_bound_argument(x: object) -> bool:
+def is_bindable_parameter(x: object) -> bool:
     """Whether an argument is bound once instead of copied at each call: a parameter, or another tensor of a module.
 
     Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
@@ -116,5 +116,5 @@ class ParameterBindings:
                 )
             copies.source = parameter.untyped_storage()
             copies.version = (parameter._version, parameter.data_ptr())
-            array = as_array(parameter, name).reshape(stored_shape(parameter.shape))
+            array = as_array(parameter, name).reshape(compute_value_shape(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

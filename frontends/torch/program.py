@@ -50,7 +50,7 @@ class Program:
         Raises:
             ModelError: The arguments do not match the arguments of the export.
         """
-        return self.as_named_arrays(self.flatten_arguments(args, kwargs))
+        return self.as_graph_inputs(self.flatten_arguments(args, kwargs))
 
     def flatten_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the pytree leaves of the arguments of a call, in the order of `arguments`.
@@ -82,7 +82,7 @@ class Program:
         """The names of the graph inputs."""
         return frozenset(value.node.name for value in self.graph.inputs)
 
-    def as_named_arrays(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+    def as_graph_inputs(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
         """Return the graph inputs by name for flattened arguments.
 
         Raises:
@@ -124,16 +124,16 @@ class Runner:
         from torch.utils._pytree import tree_unflatten
 
         program = self.program
-        flat = self.run_flat(program.flatten_arguments(args, kwargs))
+        flat = self.run_flat_arguments(program.flatten_arguments(args, kwargs))
         return tree_unflatten(flat, program.out_spec)
 
-    def run_flat(self, arguments: Sequence[Any]) -> list[Any]:
+    def run_flat_arguments(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program on flattened arguments, copy the mutated arguments back, and return the flat results."""
         import torch
 
         program = self.program
         outputs = self.executor.run(
-            {k: _flatten_high_rank(v, program.graph) for k, v in program.as_named_arrays(arguments).items()}
+            {k: _flatten_above_max_rank(v, program.graph) for k, v in program.as_graph_inputs(arguments).items()}
         )
         tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
         for number, name in program.mutated_arguments:
@@ -144,6 +144,6 @@ class Runner:
         return [tensors[r.name] if r.name else r.constant_value for r in program.results]
 
 
-def _flatten_high_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
+def _flatten_above_max_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
     """Flatten an array of more than five axes, because the graph stores its value with one axis."""
     return array.reshape(-1) if array.ndim > 5 else array

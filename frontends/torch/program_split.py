@@ -14,7 +14,9 @@ LEAF_NODE_KINDS = ("placeholder", "get_attr", "output")
 """FX node kinds that compute nothing."""
 
 
-def split_program(exported: ExportedProgram, can_convert: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
+def split_at_unsupported_ops(
+    exported: ExportedProgram, can_convert: Callable[[Node], bool]
+) -> tuple[GraphModule, list[str]]:
     """Split a decomposed program at unsupported ops into segments that hocket and PyTorch run in turn.
 
     Args:

@@ -88,13 +88,13 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
     program_json = members.read_json(members.program_path)
-    _sanitise_program(members.path, program_json)
-    weights, constants = (_load_tensors(members, kind) for kind in LEAF_KINDS)
+    _sanitise_program_json(members.path, program_json)
+    weights, constants = (_read_tensors(members, kind) for kind in LEAF_KINDS)
     written = _dict_to_dataclass(schema.ExportedProgram, program_json)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 
 
-def _sanitise_program(path: str, program_json: dict[str, Any]) -> None:
+def _sanitise_program_json(path: str, program_json: dict[str, Any]) -> None:
     """Check the JSON text of a program for harmful entries, and remove its guards and metadata in place.
 
     PyTorch would evaluate text or look up names in these entries. hocket does not use guards and metadata.
@@ -130,7 +130,7 @@ def _iterate_mappings(tree: Any) -> Iterator[dict[str, Any]]:
             stack.extend(part)
 
 
-def _load_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
+def _read_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
     """Read the tensors of one folder (`kind`) of the archive, by name; each tensor is a view of the bytes of its file.
 
     Raises:

@@ -22,7 +22,7 @@ class AxisLink:
     start: int = 0
 
 
-def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
+def link_first_operand_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
     """Link single axes of the first operand to axes of the result.
 
     Args:

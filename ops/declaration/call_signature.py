@@ -35,7 +35,10 @@ def build_call_signature(
             inspect.Parameter(operand.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
         )
     named = {
-        **{name: (widen_annotation(kind), defaults.get(name, EMPTY)) for name, kind in attribute_types.items()},
+        **{
+            name: (widen_annotation_for_callers(kind), defaults.get(name, EMPTY))
+            for name, kind in attribute_types.items()
+        },
         "name": ("str", ""),
     }
     attributes = [
@@ -47,12 +50,12 @@ def build_call_signature(
     return inspect.Signature([*operands, *attributes], return_annotation=returns)
 
 
-def widen_annotation(annotation: str) -> str:
+def widen_annotation_for_callers(annotation: str) -> str:
     """Return the annotation for callers: sequences in place of tuples, names of dtypes in place of dtypes."""
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 
-def format_call(signature: inspect.Signature) -> str:
+def format_untyped_signature(signature: inspect.Signature) -> str:
     """Return a signature as ``(parameters) -> result``, parameters without types, on one line."""
     return f"({', '.join(format_parameters(signature, types=False))}) -> {signature.return_annotation}"
 

@@ -22,7 +22,7 @@ from ...graph.spec import Spec, check_spec
 from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import normalise_attribute
 from .axis_links import AxisLink
-from .call_signature import build_call_signature, format_call
+from .call_signature import build_call_signature, format_untyped_signature
 from .old_keywords import accept_old_keywords
 from .samples import LegalRange
 from .signature import DimensionSizes, Signature, SignatureMismatch, merge_integer_attributes, parse_signature
@@ -112,7 +112,7 @@ class Op(Generic[R]):
         # `help` and editors show the signature of the op, not the one of this class.
         signature = build_call_signature(longest, self.min_operand_count, self.attribute_types, self.defaults)
         object.__setattr__(self, "__signature__", signature)
-        object.__setattr__(self, "__doc__", f"{self.name}{format_call(signature)}\n\n{self.documentation}")
+        object.__setattr__(self, "__doc__", f"{self.name}{format_untyped_signature(signature)}\n\n{self.documentation}")
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -284,7 +284,9 @@ class Op(Generic[R]):
         if self.flop_count is None:
             return node.specs[0].size
         sizes = self.resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        return round(self.active_fraction(node) * sizes.batch * self.flop_count(**sizes.by_name, batch=sizes.batch))
+        return round(
+            self.active_fraction(node) * sizes.batch_size * self.flop_count(**sizes.by_name, batch=sizes.batch_size)
+        )
 
     def count_bytes(self, node: Node) -> int:
         """Return the bytes that one run of `node` reads and writes.

@@ -116,7 +116,7 @@ class DimensionSizes:
     leading: tuple[int, ...]
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """The product of the sizes of the leading axes."""
         return math.prod(self.leading)
 
@@ -130,7 +130,7 @@ class Signature:
     text: str
 
     @property
-    def dims(self) -> tuple[Dimension, ...]:
+    def operand_dims(self) -> tuple[Dimension, ...]:
         """All dimensions of all operands."""
         return tuple(d for o in self.operands for d in o.dims)
 
@@ -151,10 +151,10 @@ class Signature:
             sizes: sizes of all dimensions.
             count: number of axes.
         """
-        mine = self._index_names(operand, shape, sizes)[:count]
-        return len(self.results) == 1 and mine == self._index_names(self.results[0], result, sizes)[:count]
+        mine = self._name_axis_indices(operand, shape, sizes)[:count]
+        return len(self.results) == 1 and mine == self._name_axis_indices(self.results[0], result, sizes)[:count]
 
-    def _index_names(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
+    def _name_axis_indices(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
         """Return a name for the index along each axis; axes with equal names have the same index."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
@@ -182,8 +182,8 @@ class Signature:
             if spec.dtype not in operand.dtypes:
                 allowed = ", ".join(map(str, operand.dtypes))
                 raise SignatureMismatch(f"{operand.name} is {spec.dtype}; it must be one of {allowed}")
-            solver.add(operand, spec.shape)
-        return solver.solve()
+            solver.add_operand_shape(operand, spec.shape)
+        return solver.solve_sizes()
 
     def result_specs(self, specs: Sequence[Spec | None], sizes: DimensionSizes) -> tuple[Spec, ...]:
         """Return the specs of the results; `sizes` must have all their dimensions."""
@@ -210,7 +210,7 @@ class _SizeSolver:
         self.products: list[tuple[Operand, Dimension, int]] = []
         self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
-    def add(self, operand: Operand, shape: tuple[int, ...]) -> None:
+    def add_operand_shape(self, operand: Operand, shape: tuple[int, ...]) -> None:
         """Add the shape of an operand."""
         extra = len(shape) - len(operand.dims)
         if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
@@ -226,9 +226,9 @@ class _SizeSolver:
             if len(dim.factors) > 1:
                 self.products.append((operand, dim, size))
             else:
-                self.equate(dim.factors[0], size, operand)
+                self.set_or_check_size(dim.factors[0], size, operand)
 
-    def equate(self, name: str, size: int, operand: Operand) -> None:
+    def set_or_check_size(self, name: str, size: int, operand: Operand) -> None:
         """Set the size of a dimension, or check the size that it has already."""
         if name.isdecimal():
             if int(name) != size:
@@ -238,7 +238,7 @@ class _SizeSolver:
         else:
             self.source.setdefault(name, operand.text)
 
-    def solve(self) -> DimensionSizes:
+    def solve_sizes(self) -> DimensionSizes:
         """Return all sizes, after the unknown factors of product axes are computed."""
         waiting = self.products
         while waiting:
@@ -257,9 +257,9 @@ class _SizeSolver:
         known = math.prod(int(f) if f.isdecimal() else self.named.get(f, 1) for f in dim.factors)
         product = " x ".join(f"{f}={f if f.isdecimal() else self.named.get(f, '?')}" for f in dim.factors)
         if unknown and known and size % known == 0:
-            self.equate(unknown[0], size // known, operand)
+            self.set_or_check_size(unknown[0], size // known, operand)
         elif unknown and known == size == 0:
-            self.equate(unknown[0], 1, operand)
+            self.set_or_check_size(unknown[0], 1, operand)
         elif unknown or known != size:
             raise SignatureMismatch(f"an axis of {operand.text} is {size}, which is no product {product}")
         return True
@@ -298,7 +298,7 @@ _DIM = re.compile(
 )
 
 
-def _tokenise(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+def _split_into_matches(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     """Split `text` into consecutive matches of `pattern`."""
     found, at = [], 0
     while at < len(text):
@@ -313,7 +313,7 @@ def _tokenise(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
 def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
     leading = LeadingAxes.NONE
     dims: list[Dimension] = []
-    for item in _tokenise(_DIM, match["dims"].strip()):
+    for item in _split_into_matches(_DIM, match["dims"].strip()):
         if item["leading"]:
             if dims:
                 raise GraphError(f"signature: in {match[0]!r} the ... has to come first")
@@ -347,8 +347,8 @@ def parse_signature(text: str) -> Signature:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise GraphError(f"signature {text!r}: needs -> between operands and results, as x[..., *c] -> [..., c]")
-    operands = tuple(_parse_operand(m, FLOAT_DTYPES) for m in _tokenise(_OPERAND, left.strip()))
-    results = tuple(_parse_operand(m, ()) for m in _tokenise(_OPERAND, right.strip()))
+    operands = tuple(_parse_operand(m, FLOAT_DTYPES) for m in _split_into_matches(_OPERAND, left.strip()))
+    results = tuple(_parse_operand(m, ()) for m in _split_into_matches(_OPERAND, right.strip()))
     return Signature(operands, results, text)
 
 

@@ -30,14 +30,14 @@ BINARY_ERRORS = (
 )
 
 
-def take_larger(a: Array, b: Array) -> Array:
+def compute_ieee_maximum(a: Array, b: Array) -> Array:
     """Compute the elementwise maximum of IEEE 754, 2019: NaN if one number is NaN, and +0 is larger than -0."""
     return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
 
 
-def take_smaller(a: Array, b: Array) -> Array:
+def compute_ieee_minimum(a: Array, b: Array) -> Array:
     """Compute the elementwise minimum of IEEE 754, 2019: NaN if one number is NaN, and -0 is smaller than +0."""
-    return -take_larger(-a, -b)
+    return -compute_ieee_maximum(-a, -b)
 
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
@@ -119,7 +119,7 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
     """Clamp all elements to the range from `min` to `max`; -0 is less than +0. ggml: ``CLAMP``."""
-    return take_smaller(take_larger(x, np.asarray(min)), np.asarray(max))
+    return compute_ieee_minimum(compute_ieee_maximum(x, np.asarray(min)), np.asarray(max))
 
 
 def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:

@@ -15,7 +15,7 @@ from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
 from ..declaration.shape_rules import first_spec
 from ..declaration.signature import SignatureMismatch
-from .binary import BINARY_ERRORS, BINARY_SIGNATURE, take_larger, take_smaller
+from .binary import BINARY_ERRORS, BINARY_SIGNATURE, compute_ieee_maximum, compute_ieee_minimum
 
 COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
@@ -81,7 +81,7 @@ def _infer_where(specs: OperandSpecs, attrs: Attrs) -> Spec:
     return Spec(truth.shape, a.dtype)
 
 
-def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+def _link_full_size_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link the axes of each operand that have the size of the result axis; axes of size 1 have no link."""
     shape = first_spec(specs).shape
     links = []
@@ -96,7 +96,7 @@ def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     "truth[...], a[~...]: number, b[~...]: number -> [...]: a",
     linear=("a+b",),
     infer=_infer_where,
-    links=_where_links,
+    links=_link_full_size_axes,
     samples=(
         *expand_template("truth=f32[3,8], a={x}[{a}], b={x}[3,8]", x=("f32", "f16", "i32", "i64"), a=("3,8", "8")),
         "truth=f32[2,3,4], a=f32[], b=f32[3,1]",
@@ -133,7 +133,7 @@ def maximum(a: Array, b: Array) -> Array:
 
     The result is NaN if one of the two numbers is NaN, and +0 is larger than -0. IEEE 754, 2019.
     """
-    return take_larger(a, tile_to_shape(b, a.shape))
+    return compute_ieee_maximum(a, tile_to_shape(b, a.shape))
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
@@ -142,7 +142,7 @@ def minimum(a: Array, b: Array) -> Array:
 
     The result is NaN if one of the two numbers is NaN, and -0 is smaller than +0. IEEE 754, 2019.
     """
-    return take_smaller(a, tile_to_shape(b, a.shape))
+    return compute_ieee_minimum(a, tile_to_shape(b, a.shape))
 
 
 @op(

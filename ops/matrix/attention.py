@@ -48,7 +48,7 @@ def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | 
     return None
 
 
-def _unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
+def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
     """Return the head dimensions, which must not be sharded, if ALiBi or tiled masks depend on the index of a head.
 
     Otherwise the result is empty.
@@ -56,7 +56,7 @@ def _unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
-def _visible_fraction(node: Node) -> float:
+def _compute_visible_cell_fraction(node: Node) -> float:
     """Compute the fraction of KV cache cells that a token attends to through a window; kernels skip the other cells."""
     mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
     if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
@@ -74,10 +74,10 @@ def _visible_fraction(node: Node) -> float:
     signature_key="mask_heads",
     linear=("v",),
     check=_check_attention,
-    unsharded_dimensions=_unsharded_head_dimensions,
+    unsharded_dimensions=_list_unsharded_head_dimensions,
     infinite=("-mask",),
     flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
-    active_fraction=_visible_fraction,
+    active_fraction=_compute_visible_cell_fraction,
     samples=(
         *expand_template(
             "q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")

@@ -11,17 +11,20 @@ from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from ...graph.spec import Spec
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
-from ..movement.sharded_tables import check_row_range, estimate_busiest_count, to_local_rows
+from ..movement.sharded_tables import check_row_range, estimate_busiest_device_entries, to_local_rows
 
 
-def _count_used_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
+def _count_selected_entry_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
     """Return the expected bytes of the entries of `table` that `ids` select, at most one entry for each id.
 
     If each device has a part of the experts, these are the bytes on the busiest device.
     """
     own, total = table.shape[0], attrs["total"]
     assert isinstance(total, int)
-    return min(own, estimate_busiest_count(ids.size, own, total or own)) * Spec(table.shape[1:], table.dtype).nbytes
+    return (
+        min(own, estimate_busiest_device_entries(ids.size, own, total or own))
+        * Spec(table.shape[1:], table.dtype).nbytes
+    )
 
 
 def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
@@ -29,7 +32,7 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
     assert w is not None
     assert x is not None
     assert ids is not None
-    return _count_used_bytes(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
+    return _count_selected_entry_bytes(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
 
 
 def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
@@ -38,7 +41,7 @@ def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: in
     If each device has a part of the experts, these are the operations on the busiest device.
     """
     entries = batch * r * v
-    return 2 * n * k * estimate_busiest_count(entries, experts, total or experts) / max(1, batch)
+    return 2 * n * k * estimate_busiest_device_entries(entries, experts, total or experts) / max(1, batch)
 
 
 def _check_expert_range(experts: int, first: int, total: int, **_: object) -> str | None:
@@ -98,7 +101,7 @@ def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], a
     assert a is not None
     assert b is not None
     assert ids is not None
-    return a.nbytes + _count_used_bytes(b, ids, attrs) + ids.nbytes + results[0].nbytes
+    return a.nbytes + _count_selected_entry_bytes(b, ids, attrs) + ids.nbytes + results[0].nbytes
 
 
 @op(

@@ -101,13 +101,15 @@ def rope(
         "beta_slow": beta_slow,
         "original_context": original_context,
     }
-    inverse, magnitude = compute_frequencies(half, attrs)
+    inverse, magnitude = compute_rope_frequencies(half, attrs)
     if factors is not None:
         inverse = inverse / factors[:half]
-    return _rotate_pairs(x, pos[..., None] * inverse, magnitude, *pair_slices(n_dims, mode, offset))
+    return _rotate_pairs_by_angles(
+        x, pos[..., None] * inverse, magnitude, *make_rotary_pair_slices(n_dims, mode, offset)
+    )
 
 
-def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
+def make_rotary_pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
     """Return the slices of the first and of the second elements of all pairs, along the last axis."""
     if mode == "normal":
         return slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2)
@@ -115,7 +117,7 @@ def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
     return slice(offset, offset + half), slice(offset + half, offset + 2 * half)
 
 
-def _rotate_pairs(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
+def _rotate_pairs_by_angles(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
     """Rotate the pairs of `x` by ``angle[..., t, pair]`` in radians, and multiply them by `magnitude`.
 
     Args:
@@ -215,15 +217,15 @@ def rope_multi(
         "beta_slow": beta_slow,
         "original_context": original_context,
     }
-    plane, index = position_planes(n_dims if mode == "vision" else n_dims // 2, sections, mode)
-    inverse, magnitude = compute_frequencies(n_dims // 2, attrs, index)
+    plane, index = map_pairs_to_positions_and_frequencies(n_dims if mode == "vision" else n_dims // 2, sections, mode)
+    inverse, magnitude = compute_rope_frequencies(n_dims // 2, attrs, index)
     if factors is not None:
         inverse = inverse / factors[: len(plane)]
     angle = np.swapaxes(np.take(pos, plane, axis=-2), -1, -2) * inverse
-    return _rotate_pairs(x, angle, magnitude, *pair_slices(n_dims, mode, offset))
+    return _rotate_pairs_by_angles(x, angle, magnitude, *make_rotary_pair_slices(n_dims, mode, offset))
 
 
-def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
+def map_pairs_to_positions_and_frequencies(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
     """Map each of `count` pairs to the index of its position (0 to 3) and to the index of its frequency."""
     pair = np.arange(count)
     sector = pair % sum(sections)
@@ -235,7 +237,7 @@ def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[A
     return plane, sector - (ends - sections)[plane] if mode == "vision" else pair
 
 
-def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
+def compute_rope_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
     """Compute the rotary frequency of each pair, and the magnitude, which is the factor of cosine and sine.
 
     Args:

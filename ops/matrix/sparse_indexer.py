@@ -46,7 +46,7 @@ def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
     return scores + tile_to_shape(mask, scores.shape)
 
 
-def _count_streams(mixes: int, **_: int) -> int:
+def _derive_stream_count(mixes: int, **_: int) -> int:
     """Return the number n of residual streams from the length ``n + n + n * n`` of a row of logits.
 
     A row has the logits of inputs, of outputs and of the mixing matrix.
@@ -64,7 +64,7 @@ def _check_comb(mixes: int, streams: int, parts: int, n_iter: int, **_: object) 
 
 @op(
     "mixes[..., *mixes], scale[*parts], base[*mixes] -> [..., streams, streams]: f32",
-    derived_sizes={"streams": _count_streams},
+    derived_sizes={"streams": _derive_stream_count},
     is_required=False,
     check=_check_comb,
     flops=lambda streams, n_iter, **_: streams * streams * (4 + 4 * n_iter),
@@ -93,7 +93,7 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
     Sinkhorn and Knopp, 1967. ggml: ``DSV4_HC_COMB``, with n = 4; Xie et al., mHC: manifold-constrained
     hyper-connections, 2025.
     """
-    n = _count_streams(mixes.shape[-1])
+    n = _derive_stream_count(mixes.shape[-1])
     logits = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*mixes.shape[:-1], n, n)
     comb = np.exp(logits - logits.max(axis=-1, keepdims=True))
     comb = comb / comb.sum(axis=-1, keepdims=True) + eps

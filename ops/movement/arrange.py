@@ -8,7 +8,7 @@ import numpy as np
 
 from ...graph.attrs import Attrs
 from ...graph.spec import Spec
-from ..declaration.axis_links import AxisLink, link_axes
+from ..declaration.axis_links import AxisLink, link_first_operand_axes
 from ..declaration.broadcasting import tile_to_shape
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
@@ -16,7 +16,7 @@ from ..declaration.shape_rules import first_spec, integers_attribute
 from ..declaration.signature import SignatureMismatch
 
 
-def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
+def _require_integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
     """Return an attribute that needs one integer for each axis of `spec`.
 
     Raises:
@@ -30,7 +30,7 @@ def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
     return values
 
 
-def _region_slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ...]:
+def _make_region_slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the slices of the region with this shape at `offsets`."""
     return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
@@ -51,7 +51,7 @@ def _infer_repeat(specs: OperandSpecs, attrs: Attrs) -> Spec:
 def _repeat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     shape, target = first_spec(specs).shape, integers_attribute(attrs, "shape")
     extra = len(target) - len(shape)
-    return link_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+    return link_first_operand_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
 
 @op(
@@ -84,7 +84,7 @@ def repeat(x: Array, *, shape: tuple[int, ...]) -> Array:
 
 def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
     spec = first_spec(specs)
-    left, right = _integer_per_axis(attrs, "left", spec), _integer_per_axis(attrs, "right", spec)
+    left, right = _require_integer_per_axis(attrs, "left", spec), _require_integer_per_axis(attrs, "right", spec)
     if min((*left, *right), default=0) < 0:
         raise SignatureMismatch(
             f"left {list(left)} and right {list(right)} must not be negative; use slice_ to remove entries"
@@ -94,17 +94,17 @@ def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
     return Spec(tuple(a + n + b for n, a, b in zip(spec.shape, left, right, strict=True)), spec.dtype)
 
 
-def _pad_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+def _link_unpadded_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link the axes without padding; the other axes must be complete on every device."""
     left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
-    return link_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
+    return link_first_operand_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
 
 @op(
     "x[...]: number -> [...]",
     linear=("x",),
     infer=_infer_pad,
-    links=_pad_links,
+    links=_link_unpadded_axes,
     samples=(
         *expand_template(
             "x=f32[3,5], left=({left}), right=({right})", left=("0,0", "1,3"), right=("0,0", "2,1", "0,7")
@@ -132,7 +132,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     """
     if not circular:
         out = np.zeros([a + n + b for n, a, b in zip(x.shape, left, right, strict=True)], x.dtype)
-        out[_region_slices(x.shape, left)] = x
+        out[_make_region_slices(x.shape, left)] = x
         return out
     for axis, n in enumerate(x.shape):
         if left[axis] or right[axis]:
@@ -173,12 +173,12 @@ def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
 
 
 def _infer_roll(specs: OperandSpecs, attrs: Attrs) -> Spec:
-    _integer_per_axis(attrs, "shifts", first_spec(specs))
+    _require_integer_per_axis(attrs, "shifts", first_spec(specs))
     return first_spec(specs)
 
 
 def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    return link_axes({i: i for i, shift in enumerate(integers_attribute(attrs, "shifts")) if shift == 0})
+    return link_first_operand_axes({i: i for i, shift in enumerate(integers_attribute(attrs, "shifts")) if shift == 0})
 
 
 @op(
@@ -211,7 +211,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
     a, b = specs
     assert a is not None
     assert b is not None
-    offsets = _integer_per_axis(attrs, "offsets", a)
+    offsets = _require_integer_per_axis(attrs, "offsets", a)
     if a.dtype is not b.dtype:
         raise SignatureMismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
     if len(a.shape) != len(b.shape):
@@ -221,7 +221,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
     return a
 
 
-def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link the axes that `b` fills; along the other axes both operands must be complete on every device."""
     a, b = specs
     assert a is not None
@@ -230,7 +230,7 @@ def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     return tuple(AxisLink(operand, (i,), (i,)) for operand in (0, 1) for i in full)
 
 
-def _count_region_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_region_traffic_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     """Return the bytes that an in-place write to a region moves: `b` is read, and as many bytes are written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
@@ -257,9 +257,9 @@ _REGION_ERRORS = (
     linear=("a+b",),
     inplace="a",
     infer=_infer_region,
-    links=_region_links,
+    links=_link_filled_axes,
     flops=lambda **_: 0,
-    traffic=_count_region_bytes,
+    traffic=_count_region_traffic_bytes,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,
     compare="exact",
@@ -271,7 +271,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     ggml names the region by byte strides and a byte offset.
     """
     out = np.array(a)
-    out[_region_slices(b.shape, offsets)] = b
+    out[_make_region_slices(b.shape, offsets)] = b
     return out
 
 
@@ -280,7 +280,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     linear=("a+b",),
     inplace="a",
     infer=_infer_region,
-    links=_region_links,
+    links=_link_filled_axes,
     traffic=lambda sources, results, attrs: 3 * (sources[1].nbytes if sources[1] else 0),
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "bf16")),
     errors=(*_REGION_ERRORS, ("a=i32[5], b=i32[3], offsets=(0,)", "a is i32")),
@@ -292,5 +292,5 @@ def acc(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     ggml names the region by byte strides and a byte offset.
     """
     out = np.array(a)
-    out[_region_slices(b.shape, offsets)] += b
+    out[_make_region_slices(b.shape, offsets)] += b
     return out

@@ -59,7 +59,7 @@ def check_row_range(first: int, total: int, count: int) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def estimate_busiest_count(entries: int, own: int, total: int) -> int:
+def estimate_busiest_device_entries(entries: int, own: int, total: int) -> int:
     """Estimate the number of entries on the busiest device, if rows are sharded and entries select rows at random.
 
     The result is the mean plus the expected excess of the largest of independent normal counts (Blom, 1958).

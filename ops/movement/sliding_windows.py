@@ -10,7 +10,7 @@ import numpy as np
 
 from ...graph.attrs import Attr, Attrs
 from ...graph.spec import Spec
-from ..declaration.axis_links import AxisLink, link_axes
+from ..declaration.axis_links import AxisLink, link_first_operand_axes
 from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import expand_template
 from ..declaration.shape_rules import first_spec, integers_attribute
@@ -51,15 +51,15 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
     return Spec((spec.shape[0], prod(counts), spec.shape[1], prod(integers_attribute(attrs, "size"))), spec.dtype)
 
 
-def _window_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+def _link_images_and_channels(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Link images and channels; the axes that windows slide over must be complete on every device."""
-    return link_axes({0: 0, 1: 2})
+    return link_first_operand_axes({0: 0, 1: 2})
 
 
 @op(
     "x[...]: number -> [...]",
     infer=_infer_windows,
-    links=_window_links,
+    links=_link_images_and_channels,
     linear=lambda attrs: () if attrs["value"] else ("x",),
     flops=lambda **_: 0,
     samples=(

@@ -13,10 +13,10 @@ from ..declaration.samples import LegalRange, expand_template
 from ..declaration.signature import SignatureMismatch
 from .state_pools import (
     SLOT_RANGES,
-    build_state_signatures,
-    check_state,
-    choose_state_signature,
-    make_state_byte_counter,
+    build_recurrence_signatures,
+    check_snapshot_count,
+    choose_recurrence_signature_key,
+    make_recurrence_byte_counter,
     run_recurrence,
     state_inplace_pairs,
     state_overwritten_entries,
@@ -56,15 +56,15 @@ def _build_delta_signatures(heads: str) -> dict[str, str]:
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"
     )
-    return build_state_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
+    return build_recurrence_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
 
 
-def _choose_delta_signature(attrs: Mapping[str, Attr]) -> str:
+def _choose_delta_signature_key(attrs: Mapping[str, Attr]) -> str:
     """Return the key of the signature: the order of heads, then the layout of the state."""
     heads = str(attrs["heads"])
     if heads not in _HEADS:
         raise SignatureMismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")
-    return f"{heads} {choose_state_signature(attrs)}"
+    return f"{heads} {choose_recurrence_signature_key(attrs)}"
 
 
 _INPUTS = "q=f32[{n}{t},2,8], k=f32[{n}{t},2,8], v=f32[{n}{t},4,{e}], g=f32[{n}{t},4,{g}], beta=f32[{n}{t},4]"
@@ -76,18 +76,18 @@ _SHORT = _INPUTS.format(n="", t=3, e=8, g=1)
 
 
 def _check_delta_net(d: int, snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    return check_state(snapshots, saved) if d else "d is 0, but the output is divided by its root"
+    return check_snapshot_count(snapshots, saved) if d else "d is 0, but the output is divided by its root"
 
 
 @op(
     {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _build_delta_signatures(hv).items()},
-    signature_key=_choose_delta_signature,
+    signature_key=_choose_delta_signature_key,
     linear=("v+state",),
     inplace=state_inplace_pairs,
     overwrites=state_overwritten_entries,
     check=_check_delta_net,
     flops=lambda t, key_heads, value_heads, d, e, seqs=1, **_: seqs * t * key_heads * value_heads * e * (7 * d + 3),
-    traffic=make_state_byte_counter(5),
+    traffic=make_recurrence_byte_counter(5),
     sequential="t",
     ranges={
         "g": LegalRange(-4.0, -1e-4),

@@ -10,10 +10,10 @@ from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
 from .state_pools import (
     SLOT_RANGES,
-    build_state_signatures,
-    check_state,
-    choose_state_signature,
-    make_state_byte_counter,
+    build_recurrence_signatures,
+    check_snapshot_count,
+    choose_recurrence_signature_key,
+    make_recurrence_byte_counter,
     run_recurrence,
     state_inplace_pairs,
     state_overwritten_entries,
@@ -28,18 +28,18 @@ _MANY = _SCAN.format(n="2,", t=3, h=4, e=5, a=1, g=2, d=8, s="7,")
 
 
 @op(
-    build_state_signatures(
+    build_recurrence_signatures(
         "x[..., *t, (g r), e], dt[..., *t, (g r)], a[(g r), 1|*d], b[..., *t, g, *d], c[..., *t, g, *d]",
         "[..., t, (g r), e]",
         "(g r), e, *d",
     ),
-    signature_key=choose_state_signature,
+    signature_key=choose_recurrence_signature_key,
     linear=("x+state",),
     inplace=state_inplace_pairs,
     overwrites=state_overwritten_entries,
-    check=check_state,
+    check=check_snapshot_count,
     flops=lambda t, g, r, e, d, seqs=1, **_: seqs * t * g * r * e * (6 * d + 1),
-    traffic=make_state_byte_counter(5),
+    traffic=make_recurrence_byte_counter(5),
     sequential="t",
     is_required=False,
     ranges={"a": LegalRange(-1.0, -0.01), **SLOT_RANGES},

@@ -31,7 +31,7 @@ SLOT_RANGES: Mapping[str, LegalRange] = {
 """Legal row numbers of a pool."""
 
 
-def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
+def build_recurrence_signatures(operands: str, out: str, state: str) -> dict[str, str]:
     """Return the signatures of a recurrence by key: one for each `pool`, with one state or several snapshots.
 
     `choose_recurrence_signature_key` returns the key.
@@ -54,7 +54,7 @@ def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str
     return signatures
 
 
-def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
+def choose_recurrence_signature_key(attrs: Mapping[str, Attr]) -> str:
     """Return the key of the signature for the attributes `pool` and `snapshots`, such as ``update several``.
 
     Raises:
@@ -79,7 +79,7 @@ def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | No
     return ("slots_out", 0) if attrs.get("pool") == "update" else None
 
 
-def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | None:
+def check_snapshot_count(snapshots: int, saved: int | None = None, **_: object) -> str | None:
     """Return a problem with the number of snapshots, or None.
 
     The number is at least 1 and equals the rows per sequence in `slots_out`.
@@ -95,7 +95,7 @@ def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | 
     return None
 
 
-def make_state_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
+def make_recurrence_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
     """Return a function that counts the bytes of one run of a recurrence; of a pool, only the rows in the slots count.
 
     Args:

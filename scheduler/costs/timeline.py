@@ -19,7 +19,7 @@ from ...backends.base import Instruction
 from ...backends.capabilities import OTHER_OPS, can_group_overlap
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
+from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_sequence_number
 from ..lowering.device_plan import KernelUse, Lane, find_collective_groups, find_first_devices_with_same_program
 from ..lowering.structural_equality import make_program_key
 from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
@@ -95,7 +95,7 @@ class InstructionCosts:
             kernel_use: The use of kernels; by default the device plan is asked.
         """
         self.graph_nodes, self.program = device_plan.graph.nodes, device_plan.program
-        self.launch_counts, self.stand_ins = kernel_use or device_plan.kernel_use()
+        self.launch_counts, self.stand_ins = kernel_use or device_plan.find_kernel_use()
         self.hardware, self.unsharded_bytes, self.work_estimates, self.device_number, self.collective_group = (
             hardware,
             whole,
@@ -113,7 +113,7 @@ class InstructionCosts:
         return [self._compute_cost(at, i) for at, i in enumerate(self.program.instructions)]
 
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
-        if find_collective_number(i.op, i.attrs) is not None:
+        if find_collective_sequence_number(i.op, i.attrs) is not None:
             collective_cost = self.hardware.estimate_collective(
                 i.op, count_collective_bytes(i), self._list_participants(i)
             )
@@ -177,7 +177,7 @@ def compute_instruction_costs(
         device_plan = device_plans[number]
         key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
         if key not in uses:
-            uses[key] = device_plan.kernel_use()
+            uses[key] = device_plan.find_kernel_use()
         prices.append(InstructionCosts(device_plan, speeds[number], whole, counts, number, groups[number], uses[key]))
     return prices
 
@@ -296,7 +296,7 @@ class _ProgramSpans:
         self.overlapped_entries: dict[int, tuple[str, TimelineEntry]] = {}
         start = 0
         for at, i in enumerate(self.program.instructions):
-            if (number := find_collective_number(i.op, i.attrs)) is not None:
+            if (number := find_collective_sequence_number(i.op, i.attrs)) is not None:
                 self.entries_before_collective[number] = self._build_compute_entry(start, at)
                 cost = prices.cost_of(at)
                 self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)

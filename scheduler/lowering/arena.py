@@ -7,7 +7,7 @@ value comes first. Sizes are rounded up to `ALIGNMENT` (64 bytes).
 Example: A lives in the steps 0 to 1, B in 1 to 2, and C in 2 to 3. C takes bytes of A, which ended before step 2:
 
 >>> sizes = [(128, 0, 1), (64, 1, 2), (64, 2, 3)]
->>> assign_offsets(Lifetime(*size) for size in sizes)
+>>> assign_arena_offsets(Lifetime(*size) for size in sizes)
 Arena(offsets=(0, 128, 0), nbytes=192)
 """
 
@@ -43,7 +43,7 @@ def round_up_to_alignment(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
+def assign_arena_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
     """Assign arena offsets to lifetimes by best fit, step by step; overlapping lifetimes get disjoint bytes."""
     all_lifetimes = list(lifetimes)
     offsets = [0] * len(all_lifetimes)
@@ -56,8 +56,8 @@ def assign_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
         need = round_up_to_alignment(all_lifetimes[index].nbytes)
         while ending and ending[0][0] < all_lifetimes[index].first_step:
             done = ending.pop(0)[1]
-            free = _free_gap(free, offsets[done], round_up_to_alignment(all_lifetimes[done].nbytes))
-        offsets[index], top = _take_gap(free, need, top)
+            free = _add_free_gap(free, offsets[done], round_up_to_alignment(all_lifetimes[done].nbytes))
+        offsets[index], top = _take_best_fit_gap(free, need, top)
         insort(ending, (all_lifetimes[index].last_step, index))
     return Arena(tuple(offsets), top)
 
@@ -90,7 +90,7 @@ def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of
     offsets, bottom, top = [0] * len(all_lifetimes), 0, 0
     alone: list[int | str] = [group for group in groups if isinstance(group, int)]
     for group in ("lasting", *alone):
-        arena = assign_offsets(all_lifetimes[number] for number in groups[group])
+        arena = assign_arena_offsets(all_lifetimes[number] for number in groups[group])
         for number, offset in zip(groups[group], arena.offsets, strict=True):
             offsets[number] = bottom + offset
         top = max(top, bottom + arena.nbytes)
@@ -101,7 +101,7 @@ def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of
     return Arena(tuple(offsets), top)
 
 
-def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple[int, int]:
+def _take_best_fit_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple[int, int]:
     """Take bytes from the smallest free gap that is large enough (best fit), or from the end of the arena.
 
     Args:
@@ -125,7 +125,7 @@ def _take_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int) -> tuple
     return arena_end, arena_end + nbytes
 
 
-def _free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
+def _add_free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
     """Add a free gap of `nbytes` bytes at `offset` to the free gaps, and merge it with its neighbours."""
     if not nbytes:
         return gaps

@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
-from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_sequence_number
 from .lower import FusedGroups, lower_with_state_saves
 from .structural_equality import (
     make_names_and_collectives_key,
@@ -64,7 +64,7 @@ class Lane:
         return vars(self)[name]
 
     @cached_property
-    def calls(self) -> Sequence[KernelCall] | None:
+    def predicted_kernel_calls(self) -> Sequence[KernelCall] | None:
         """The kernel calls that the backend predicts for the program, with their buffers; None without a prediction.
 
         Calls that depend on allocated memory are left out.
@@ -86,34 +86,38 @@ class Lane:
         if not can_group_overlap([(self.backend, self.device)]):
             return {}
         together = {
-            number: call.instruction_numbers for call in self.calls or () for number in call.instruction_numbers
+            number: call.instruction_numbers
+            for call in self.predicted_kernel_calls or ()
+            for number in call.instruction_numbers
         }
         order = range(len(self.program.instructions))
         return find_overlapped_instructions(
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 
-    def launches(self) -> Sequence[float]:
+    def count_launches_by_instruction(self) -> Sequence[float]:
         """Count the kernel launches of each instruction.
 
         Instructions that share one fused launch have equal fractions of it. Without a prediction of the backend, each
         instruction has one launch.
         """
-        if self.calls is None:
+        if self.predicted_kernel_calls is None:
             return [1.0] * len(self.program.instructions)
         launches = [0.0] * len(self.program.instructions)
-        for call in self.calls:
+        for call in self.predicted_kernel_calls:
             for number in call.instruction_numbers:
                 launches[number] += 1 / len(call.instruction_numbers)
         return launches
 
-    def stand_ins(self) -> frozenset[int]:
+    def find_numpy_fallback_positions(self) -> frozenset[int]:
         """Find the positions of the instructions that fall back to NumPy for lack of a compiled kernel."""
-        return frozenset(n for call in self.calls or () if call.kernel == STAND_IN for n in call.instruction_numbers)
+        return frozenset(
+            n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
+        )
 
-    def kernel_use(self) -> KernelUse:
+    def find_kernel_use(self) -> KernelUse:
         """Find the launches of each instruction and the NumPy fallbacks, equal for programs of equal structure."""
-        return KernelUse(self.launches(), self.stand_ins())
+        return KernelUse(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that the program needs on the device, by kind: weight, state, constant and arena."""
@@ -179,7 +183,7 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
     for program in programs:
         if id(program) not in known:
             together = (i for i in program.instructions if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS)
-            known[id(program)] = next((find_collective_number(i.op, i.attrs) for i in together), None)
+            known[id(program)] = next((find_collective_sequence_number(i.op, i.attrs) for i in together), None)
         numbers.append(known[id(program)])
     if not any(number is not None for number in numbers):
         return (tuple(range(len(numbers))),) * len(numbers)

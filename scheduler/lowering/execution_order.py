@@ -20,7 +20,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import cont, op_of
-from ...ops.collectives import COLLECTIVES, find_collective_number
+from ...ops.collectives import COLLECTIVES, find_collective_sequence_number
 from ...ops.registry import find_inplace_operand
 from .strides import StridedView
 
@@ -52,7 +52,7 @@ class ExecutionOrder:
         """
         place = {node: at for at, node in enumerate(nodes)}
         collective_numbers = [
-            number for node in place if (number := find_collective_number(node.op, node.attrs)) is not None
+            number for node in place if (number := find_collective_sequence_number(node.op, node.attrs)) is not None
         ]
         if collective_numbers != sorted(collective_numbers):
             return False
@@ -110,20 +110,20 @@ def choose_execution_order(
     for state, new in graph.updates.items():
         if new == state:
             continue  # the state stays
-        lines = _list_inplace_chains(state, new, views, lasting) if views[new].covers_base else ()
+        lines = _list_inplace_update_chains(state, new, views, lasting) if views[new].covers_base else ()
         line = next(filter(lie_there, lines), None)
         if line is None:
             copied[state] = new
         else:
             donated.update(dict.fromkeys(line[1:], state))
             over.update((result, victim) for victim, result in pairwise(line))
-    order = _order_nodes(graph, waits.extra_predecessors, collectives_first=prefers_overlap)
+    order = _order_nodes_by_dependences(graph, waits.extra_predecessors, collectives_first=prefers_overlap)
     return ExecutionOrder(
         _move_collectives_earlier(order, waits.extra_predecessors) if prefers_overlap else order, donated, over, copied
     )
 
 
-def _list_inplace_chains(
+def _list_inplace_update_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
     """List chains of results that may be written one after the other into the memory of a state, best chain first.
@@ -211,7 +211,7 @@ class _ExtraDependences:
         """Below this place every node waits only for nodes at lower ones."""
         self.extra_predecessors: dict[Node, list[Node]] = defaultdict(list)
         collectives = [
-            (number, n) for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None
+            (number, n) for n in graph.nodes if (number := find_collective_sequence_number(n.op, n.attrs)) is not None
         ]
         for (_, first), (_, second) in pairwise(sorted(collectives, key=lambda m: m[0])):
             self.add_predecessors(second, [first])
@@ -242,7 +242,7 @@ class _ExtraDependences:
         return False
 
 
-def _order_nodes(
+def _order_nodes_by_dependences(
     graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
 ) -> tuple[Node, ...]:
     """Order the nodes for execution: each follows its operands and its extra predecessors.
@@ -258,7 +258,7 @@ def _order_nodes(
     """
     done: dict[Node, None] = {}
     begun: set[Node] = set()
-    for root in _order_by_messages(graph):
+    for root in _order_nodes_by_last_message(graph):
         stack = [root]
         while stack:
             node = stack[-1]
@@ -282,12 +282,12 @@ def _order_nodes(
     return tuple(done)
 
 
-def _order_by_messages(graph: Graph) -> Sequence[Node]:
+def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
     """Order the nodes of a graph by the last message on which each depends; nodes without a message come first."""
     nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
-        number = find_collective_number(node.op, node.attrs) if node.op == "receive" else None
+        number = find_collective_sequence_number(node.op, node.attrs) if node.op == "receive" else None
         before = max((last_message[source.node] for source in node.inputs), default=-1)
         last_message[node] = before if number is None else number
     return sorted(nodes, key=last_message.__getitem__)

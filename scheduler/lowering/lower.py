@@ -31,7 +31,7 @@ from ...ops import op_of
 from ...ops.collectives import COLLECTIVES
 from ...ops.elementwise.binary import cont
 from ...ops.registry import find_inplace_operand, find_storage_kind
-from .arena import Arena, Lifetime, assign_offsets, assign_repeatable_arena_offsets
+from .arena import Arena, Lifetime, assign_arena_offsets, assign_repeatable_arena_offsets
 from .execution_order import ExecutionOrder, add_required_copies, can_overwrite, choose_execution_order
 from .state_saves import StateSave, build_state_saves
 from .strides import StridedView, insert_dense_copies
@@ -87,7 +87,9 @@ def lower_with_state_saves(
             groups = ()
         if not groups:
             roomy = _ProgramBuilder(graph, backend, device, views, order, is_roomy=True)
-            known[key] = roomy.list_node_numbers(backend.list_fused_groups(roomy.build_program(), device))
+            known[key] = roomy.list_node_numbers_of_instructions(
+                backend.list_fused_groups(roomy.build_program(), device)
+            )
             groups = _select_node_groups(graph, known[key])
     lowering = _ProgramBuilder(graph, backend, device, views, order, repetitions, groups)
     added = tuple(
@@ -131,7 +133,7 @@ def _split_groups_by_repetition(
 
 
 @dataclass(frozen=True, slots=True)
-class _MemorySlots:
+class _SharedMemorySlots:
     """The values that share memory, and the last step at which each memory is read.
 
     - `slot_of`: maps a base value to the value that owns its memory, if another value does.
@@ -185,10 +187,10 @@ class _ProgramBuilder:
         self.repetition_of_step = (
             list(accumulate((run_of[node] for node in self.ordered_nodes), max)) if repetitions else []
         )
-        self.memory_slots = self._assign_memory_slots()
+        self.memory_slots = self._assign_shared_memory_slots()
         step = self.memory_slots.step_by_node
         self.group_spans = {step[n]: (step[group[0]], step[group[-1]]) for n, group in self.group_of.items()}
-        self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers()
+        self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_and_locations()
 
     def build_program(self) -> Program:
         """Build the program: an instruction for each node, state saves before overwrites, and final state copies."""
@@ -213,7 +215,7 @@ class _ProgramBuilder:
             tuple(undo),
         )
 
-    def list_node_numbers(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def list_node_numbers_of_instructions(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """List the numbers of the nodes that groups of instructions compute, group by group."""
         instructions = self.build_program().instructions
         numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
@@ -225,7 +227,7 @@ class _ProgramBuilder:
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
 
-    def _iterate_saves(self) -> Iterator[StateSave]:
+    def _iterate_state_saves(self) -> Iterator[StateSave]:
         """Iterate over all state saves of the program."""
         return (save for saves in self.saves_by_writer.values() for save in saves)
 
@@ -238,7 +240,7 @@ class _ProgramBuilder:
 
     # ------------------------------------------------------------------------------------------------- sharing
 
-    def _assign_memory_slots(self) -> _MemorySlots:
+    def _assign_shared_memory_slots(self) -> _SharedMemorySlots:
         """Assign shared memory slots: the results that reuse an operand's memory, and the last reader of each memory.
 
         Values that the rollback reads are needed until the end.
@@ -261,7 +263,7 @@ class _ProgramBuilder:
         for value in (*self.graph.outputs.values(), *self.execution_order.copied_states.values()):
             last_read[self.views[value].base] = end
         slot_of: dict[Value, Value] = dict(self.execution_order.inplace_states)
-        for save in self._iterate_saves():
+        for save in self._iterate_state_saves():
             step[save.save_node], step[save.restore_node] = (
                 end if save.writer is None else step[save.writer],
                 end,
@@ -272,18 +274,20 @@ class _ProgramBuilder:
         for node in self.ordered_nodes:
             for index, _ in op_of(node).inplace_pairs(node.attrs):
                 result = node.results[index]
-                victim = None if result in slot_of else self._find_reusable_slot(result, slot_of, last_read, step)
+                victim = (
+                    None if result in slot_of else self._find_reusable_operand_memory(result, slot_of, last_read, step)
+                )
                 if victim is not None:
                     slot_of[result] = victim
                     last_read[victim] = max(last_read[victim], last_read.get(result, step[node]))
-        until = self._find_overlap_ends(step) if self.can_overlap_collectives else {}
+        until = self._find_overlap_end_steps(step) if self.can_overlap_collectives else {}
         for node, last in until.items():
             base = self.views[node.inputs[0]].base
             slot = slot_of.get(base, base)
             last_read[slot] = max(last_read.get(slot, last), last)
-        return _MemorySlots(slot_of, last_read, step, until)
+        return _SharedMemorySlots(slot_of, last_read, step, until)
 
-    def _find_overlap_ends(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
+    def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
         """Find the last step that overlaps each overlapped collective.
 
         It precedes the first node that needs the result, and the next collective. Until this step, no instruction
@@ -302,7 +306,7 @@ class _ProgramBuilder:
                 until[collective] = last
         return until
 
-    def _find_reusable_slot(
+    def _find_reusable_operand_memory(
         self,
         result: Value,
         slot_of: Mapping[Value, Value],
@@ -341,23 +345,27 @@ class _ProgramBuilder:
         """Return the number of bytes in which the backend stores a value."""
         return self._infer_stored_spec(value).nbytes
 
-    def _assign_buffers(self) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
+    def _assign_buffers_and_locations(
+        self,
+    ) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
         """Assign the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
-            owners[value] = self._make_lifetime(self._count_stored_bytes(value), -1, last)
-        for node in (*self.ordered_nodes, *(save.save_node for save in self._iterate_saves())):
+            owners[value] = self._make_lifetime_of_whole_groups(self._count_stored_bytes(value), -1, last)
+        for node in (*self.ordered_nodes, *(save.save_node for save in self._iterate_state_saves())):
             now = self.memory_slots.step_by_node[node]
             for value in node.results:
                 if value not in self.memory_slots.slot_of:
-                    owners[value] = self._make_lifetime(
+                    owners[value] = self._make_lifetime_of_whole_groups(
                         self._count_stored_bytes(value), now, self.memory_slots.last_reading_step.get(value, now)
                     )
-        others = [node for save in self._iterate_saves() for node in (save.save_node, save.restore_node)]
+        others = [node for save in self._iterate_state_saves() for node in (save.save_node, save.restore_node)]
         needs = {n: nbytes for n in (*self.ordered_nodes, *others) if (nbytes := self.backend.scratch(n))}
         step, until = self.memory_slots.step_by_node, self.memory_slots.overlap_end_by_node
-        temporary = [self._make_lifetime(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()]
+        temporary = [
+            self._make_lifetime_of_whole_groups(nbytes, step[n], until.get(n, step[n])) for n, nbytes in needs.items()
+        ]
         arena = self._build_arena([*owners.values(), *temporary])
         buffers = [BufferSpec("arena", "", arena.nbytes)]
         places = {v: (ARENA_BUFFER, offset) for v, offset in zip(owners, arena.offsets, strict=False)}
@@ -377,10 +385,10 @@ class _ProgramBuilder:
         return (
             assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
-            else assign_offsets(lifetimes)
+            else assign_arena_offsets(lifetimes)
         )
 
-    def _make_lifetime(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
+    def _make_lifetime_of_whole_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
         """Make a lifetime that covers whole groups of nodes, from the first step's group to the last step's group."""
         return Lifetime(
             nbytes,

@@ -55,12 +55,12 @@ def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
 
     For example, the reshape of a permuted array has no strides.
     """
-    seen = _compute_view_strides(node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides)
+    seen = _compute_strided_view_geometry(node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides)
     return None if seen is None else StridedView(source_view.base, source_view.offset + seen[0], *seen[1:])
 
 
 @lru_cache(maxsize=1 << 14)
-def _compute_view_strides(
+def _compute_strided_view_geometry(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
     """Return the offset, the shape and the strides of a view op's result, in elements; None if NumPy has to copy.

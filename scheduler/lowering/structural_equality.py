@@ -15,7 +15,7 @@ from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import split_numbered_name
-from ...ops.collectives import COLLECTIVES, find_collective_number
+from ...ops.collectives import COLLECTIVES, find_collective_sequence_number
 
 COMMUNICATION_ATTRS = frozenset({"sequence", "to", "source", "rank"})
 """Attributes of a collective with its number and its devices.
@@ -34,8 +34,8 @@ def make_structural_key(graph: Graph) -> Hashable:
     def refs(values: tuple[Value | None, ...]) -> tuple[Hashable, ...]:
         return tuple([None if v is None else (place[v.node], v.index) for v in values])
 
-    nodes = [(n.op, refs(n.src), _list_distinguishing_attrs(n.op, n.attrs), n.specs) for n in graph.nodes]
-    numbers = [number for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
+    nodes = [(n.op, refs(n.src), _list_attrs_for_structural_key(n.op, n.attrs), n.specs) for n in graph.nodes]
+    numbers = [number for n in graph.nodes if (number := find_collective_sequence_number(n.op, n.attrs)) is not None]
     ranks = {number: at for at, number in enumerate(sorted(set(numbers)))}
     ends = len(graph.outputs), refs(graph.roots())
     return tuple(nodes), tuple(ranks[number] for number in numbers), ends
@@ -69,7 +69,7 @@ def make_names_and_collectives_key(graph: Graph) -> Hashable:
 def make_program_key(program: Program) -> Hashable:
     """Make a key that is equal for programs with the same kernels on the same bytes; names do not count."""
     steps = [
-        (i.op, i.src, i.dst, _list_distinguishing_attrs(i.op, i.attrs), i.scratch, i.index)
+        (i.op, i.src, i.dst, _list_attrs_for_structural_key(i.op, i.attrs), i.scratch, i.index)
         for i in program.instructions
     ]
     undo = [(at, i.op, i.src, i.dst) for at, i in program.undo]
@@ -77,7 +77,7 @@ def make_program_key(program: Program) -> Hashable:
     return tuple(steps), tuple(undo), tuple(buffers), tuple(program.inputs.values()), tuple(program.outputs.values())
 
 
-def _list_distinguishing_attrs(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
+def _list_attrs_for_structural_key(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
     """List the attributes of a node that enter the structural key; partners and numbers of collectives do not."""
     return (
         tuple([item for item in attrs.items() if item[0] not in COMMUNICATION_ATTRS])
@@ -90,8 +90,8 @@ def with_numbered_names(graph: Graph) -> Graph:
     """Return the graph with numbers as names: each node has its position, each output its number."""
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):
-        became[node] = Node(node.op, _map_operands(node, became), node.attrs, node.specs, str(at)).results
-    return _rebuild_graph(graph, became, [str(at) for at in range(len(graph.outputs))])
+        became[node] = Node(node.op, _replace_operands(node, became), node.attrs, node.specs, str(at)).results
+    return _rebuild_graph_with_replacements(graph, became, [str(at) for at in range(len(graph.outputs))])
 
 
 def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
@@ -107,8 +107,8 @@ def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) ->
         at, suffix = split_numbered_name(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
-        became[node] = Node(node.op, _map_operands(node, became), attrs, node.specs, name).results
-    renamed = _rebuild_graph(lowered_graph, became, list(graph.outputs))
+        became[node] = Node(node.op, _replace_operands(node, became), attrs, node.specs, name).results
+    renamed = _rebuild_graph_with_replacements(lowered_graph, became, list(graph.outputs))
     called = assign_names(renamed)
 
     def leaf(text: str) -> str:
@@ -131,12 +131,14 @@ def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) ->
     )
 
 
-def _map_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
+def _replace_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
     """Return the operands of a node, each replaced by the value that stands for it in `replacements`."""
     return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 
-def _rebuild_graph(graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]) -> Graph:
+def _rebuild_graph_with_replacements(
+    graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]
+) -> Graph:
     """Rebuild a graph with replaced nodes: the same outputs and state updates, in terms of the replacing results."""
     values = [replacements[v.node][v.index] for v in graph.outputs.values()]
     updates = {

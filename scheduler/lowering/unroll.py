@@ -20,7 +20,7 @@ from ...graph.graph import Graph, assign_names
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ...ops.collectives import find_collective_number
+from ...ops.collectives import find_collective_sequence_number
 from .arena import round_up_to_alignment
 
 ARENA_BUFFER = 0
@@ -35,8 +35,8 @@ def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) ->
         shortened: The short graph, the deep graph and their repetitions.
     """
     unroller = _Unroller(graph, shortened)
-    long = unroller.build_graph()
-    return long, unroller.build_program(long, program)
+    long = unroller.build_unrolled_graph()
+    return long, unroller.build_unrolled_program(long, program)
 
 
 def unroll_kernel_calls(
@@ -50,7 +50,7 @@ def unroll_kernel_calls(
         shortened: The short graph, the deep graph and their repetitions.
         short_calls: The kernel calls of `program`.
     """
-    kinds = find_kinds_of_instructions(graph, program, shortened)
+    kinds = find_repetition_kinds_of_instructions(graph, program, shortened)
     own: dict[int, list[KernelCall]] = defaultdict(list)
     for call in short_calls:
         kind, *others = {kinds[number] for number in call.instruction_numbers}
@@ -80,13 +80,13 @@ class _Unroller:
         self.collectives_by_kind: dict[int, list[int]] = defaultdict(list)
         for node in graph.nodes:
             self.nodes_by_kind[self.kind_by_node[node]].append(node)
-            if (number := find_collective_number(node.op, node.attrs)) is not None:
+            if (number := find_collective_sequence_number(node.op, node.attrs)) is not None:
                 self.collectives_by_kind[self.kind_by_node[node]].append(number)
         self.nodes_by_repetition: dict[int, dict[Node, Node]] = {}
 
     # ------------------------------------------------------------------------------------------------- the graph
 
-    def build_graph(self) -> Graph:
+    def build_unrolled_graph(self) -> Graph:
         """Build the unrolled graph of the device, with all repeated layers."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
@@ -94,16 +94,17 @@ class _Unroller:
             numbers, unrolled_nodes = self.collectives_by_kind[kind], self.nodes_by_repetition.setdefault(run, {})
             for node in self.nodes_by_kind[kind]:
                 reads = [
-                    None if s is None else (self._find_operand_node(s, run, kind, carried), s.index) for s in node.src
+                    None if s is None else (self._find_deep_operand_node(s, run, kind, carried), s.index)
+                    for s in node.src
                 ]
                 src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
-                if (number := find_collective_number(node.op, attrs)) is not None:
+                if (number := find_collective_sequence_number(node.op, attrs)) is not None:
                     attrs = MappingProxyType({**attrs, "sequence": first_sequence + number - min(numbers)})
                 unrolled_nodes[node] = Node(
                     node.op, src, attrs, node.specs, self.shortened_graph.name_in_repetition(node.name, run, kind)
                 )
             first_sequence += len(numbers)
-            offered = ((self._make_carried_key(old, kind + 1), new) for old, new in unrolled_nodes.items())
+            offered = ((self._make_carried_value_key(old, kind + 1), new) for old, new in unrolled_nodes.items())
             carried = {place: new for place, new in offered if place is not None}
         ends = {
             **self.nodes_by_repetition[PREAMBLE],
@@ -119,7 +120,7 @@ class _Unroller:
         }
         return Graph({name: ends[v.node].results[v.index] for name, v in self.short_graph.outputs.items()}, updates)
 
-    def _find_operand_node(
+    def _find_deep_operand_node(
         self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
     ) -> Node:
         """Find the deep graph's node that a repetition reads where the short graph's node reads `source`.
@@ -132,10 +133,10 @@ class _Unroller:
         """
         if self.kind_by_node[source.node] == kind:
             return self.nodes_by_repetition[repetition][source.node]
-        place = self._make_carried_key(source.node, kind) if self.kind_by_node[source.node] == kind - 1 else None
+        place = self._make_carried_value_key(source.node, kind) if self.kind_by_node[source.node] == kind - 1 else None
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
-    def _make_carried_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
+    def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
         """Make the key (position, name ending) of a value that is carried to a repetition; None for other values."""
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
@@ -143,14 +144,16 @@ class _Unroller:
 
     # ----------------------------------------------------------------------------------------------- the program
 
-    def build_program(self, graph: Graph, program: Program) -> Program:
+    def build_unrolled_program(self, graph: Graph, program: Program) -> Program:
         """Build the program of the unrolled `graph` from the program of the short graph."""
         called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
-        start, sizes = count_saved_bytes_by_kind(program, self.shortened_graph)
+        start, sizes = count_state_save_bytes_by_kind(program, self.shortened_graph)
         backs = dict(program.undo)
         steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
         positions: dict[int, list[int]] = defaultdict(list)
-        for at, kind in enumerate(find_kinds_of_instructions(self.short_graph, program, self.shortened_graph)):
+        for at, kind in enumerate(
+            find_repetition_kinds_of_instructions(self.short_graph, program, self.shortened_graph)
+        ):
             positions[kind].append(at)
         leaves: dict[int, list[int]] = defaultdict(list)
         for number, buffer in enumerate(program.buffers[1:], 1):
@@ -158,9 +161,9 @@ class _Unroller:
         shared: Mapping[int, int] = {}
         for run, kind in self.shortened_graph.repetitions_with_kind:
             own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
-            buffers += [self._rename_buffer(program.buffers[number], run, kind) for number in own]
+            buffers += [self._rename_buffer_for_repetition(program.buffers[number], run, kind) for number in own]
             shift = top - start - sum(size for other, size in sizes.items() if other < kind)
-            moved = _Relocation({**shared, **own}, start, shift)
+            moved = _RepetitionRelocation({**shared, **own}, start, shift)
             shared, top = (own if run == PREAMBLE else shared), top + sizes.get(kind, 0)
             for at in positions[kind]:
                 i = program.instructions[at]
@@ -181,15 +184,15 @@ class _Unroller:
                     moved.relocate_instruction(i, self.shortened_graph.name_in_repetition(i.node, run, kind), i.attrs)
                 )
         arena = replace(program.buffers[ARENA_BUFFER], nbytes=top)
-        inputs = {self._name_outside_repetitions(name): tensor for name, tensor in program.inputs.items()}
+        inputs = {self._find_deep_leaf_name(name): tensor for name, tensor in program.inputs.items()}
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
-    def _rename_buffer(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
+    def _rename_buffer_for_repetition(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
         """Rename the buffer of a leaf for a repetition: return it with the name of the leaf in this repetition."""
         name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
-    def _name_outside_repetitions(self, name: str) -> str:
+    def _find_deep_leaf_name(self, name: str) -> str:
         """Find the name in the deep graph of a leaf that is before or after all repetitions."""
         kind = self.shortened_graph.kind_of_name(name)
         return self.shortened_graph.name_in_repetition(
@@ -198,7 +201,7 @@ class _Unroller:
 
 
 @dataclass(frozen=True, slots=True)
-class _Relocation:
+class _RepetitionRelocation:
     """The relocation of tensors from a repetition of the short program to a repetition of the unrolled program.
 
     `buffer_numbers` maps buffers of the short program to buffers of the repetition. Arena offsets from
@@ -226,7 +229,7 @@ class _Relocation:
         )
 
 
-def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
+def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
     """Count the bytes of the state saves of each kind of repeated layer; return also the offset where saves begin."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
@@ -238,7 +241,7 @@ def count_saved_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tu
     return min(first), sizes
 
 
-def find_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
+def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
     """Find the kind of repeated layer to which each instruction of a short program belongs."""
     kinds = shortened.kind_by_node(graph)
     return [

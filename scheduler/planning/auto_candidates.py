@@ -20,7 +20,7 @@ from ..sharding.pins import pin_discrete_choices
 from .branches import MIN_BRANCH_SAVING, BranchScheduler
 from .candidate import Candidate, choose_best_plan, score_by_run_time
 from .plan_builder import PlanBuilder
-from .workload import OptimisticEstimate
+from .workload import OptimisticWorkloadEstimator
 
 BRANCHES_KIND = "independent branches"
 
@@ -34,10 +34,10 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
     hardware = _with_fitted_launch_cost(costs, among)
-    estimator = None if use is None else OptimisticEstimate(use, hardware)
+    estimator = None if use is None else OptimisticWorkloadEstimator(use, hardware)
     scorer = score_by_run_time if estimator is None else partial(_score_workload, plan_builder, estimator)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
-    candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_plan(scorer)]
+    candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_built_plan(scorer)]
     if len(plan_builder.group) > 1:
         others = _list_candidates(plan_builder, alone, once, hardware, costs)
         if estimator is not None:
@@ -47,10 +47,12 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
-def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticEstimate, plan: Plan) -> tuple[float, str]:
+def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticWorkloadEstimator, plan: Plan) -> tuple[float, str]:
     """Score the layout of `plan`: return the seconds of the workload, and a phrase about pipelined runs."""
     use = estimator.workload
-    over = cache(lambda sequences, tokens: plan_builder.build_over_layout_of(plan, use.build_graph(sequences, tokens)))
+    over = cache(
+        lambda sequences, tokens: plan_builder.build_with_layout_of_other_plan(plan, use.build_graph(sequences, tokens))
+    )
     return use.score_plans(over, estimator.choose_micro_batch_counts)
 
 
@@ -72,19 +74,22 @@ def _list_candidates(
     """
     devices = len(plan_builder.group)
     seconds = {node: hardware.compute_seconds(*work) for node, work in costs.node_work.items()}
-    branches = BranchScheduler(plan_builder.graph, devices, hardware, seconds, _find_smallest_memory(plan_builder))
+    branches = BranchScheduler(
+        plan_builder.graph, devices, hardware, seconds, _find_smallest_device_memory(plan_builder)
+    )
     is_fixed = plan_builder.tensor_split or plan_builder.user_pins or len(single_device_plan.lanes) > 1
     fewer = () if is_fixed else (2**i for i in range(1, devices.bit_length()))
     candidates: list[Candidate] = []
     for count in sorted({*(n for n in fewer if n < devices), devices}):
         first = plan_builder.with_first_devices(count)
         candidates += (
-            _with_stage_overlap(candidate, branches)
+            _with_stage_overlap_lower_bound(candidate, branches)
             for candidate in _make_candidates_for_all_devices(first, single_device_plan, single_device_bytes, hardware)
         )
         if _can_form_groups(hardware.machine, count) and not plan_builder.user_pins:
             candidates += (
-                _with_stage_overlap(candidate, branches) for candidate in _make_hybrid_candidates(first, hardware)
+                _with_stage_overlap_lower_bound(candidate, branches)
+                for candidate in _make_hybrid_candidates(first, hardware)
             )
         if not is_fixed and branches.total_seconds:
             lacking, refine = (
@@ -95,7 +100,7 @@ def _list_candidates(
                 Candidate(
                     BRANCHES_KIND,
                     count,
-                    branches.compute_lower_bound(count),
+                    branches.compute_time_lower_bound(count),
                     single_device_bytes,
                     lacking,
                     first.build_on_first_device,
@@ -110,7 +115,7 @@ def _make_bounded_branch_candidates(
 ) -> Iterator[Candidate]:
     """Make the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
     count = len(plan_builder.group)
-    if (bound := branches.compute_cluster_bound(count)) is not None:
+    if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
         lacking, refine = (
             max(0.0, single_device_bytes / count - branches.device_memory_bytes),
             partial(_make_branch_candidates, plan_builder, branches),
@@ -123,20 +128,20 @@ def _make_bounded_branch_candidates(
 def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler) -> Iterator[Candidate]:
     """Make a candidate for each schedule of independent branches on different devices."""
     for schedule in branches.find_schedules(len(plan_builder.group)):
-        leaf_bytes, make = schedule.leaf_bytes, partial(plan_builder.build_branches, schedule)
+        leaf_bytes, make = schedule.leaf_bytes, partial(plan_builder.build_branch_plan, schedule)
         lacking = sum(max(0.0, each - branches.device_memory_bytes) for each in leaf_bytes)
         yield Candidate(BRANCHES_KIND, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
 
 
-def _with_stage_overlap(candidate: Candidate, branches: BranchScheduler) -> Candidate:
+def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchScheduler) -> Candidate:
     """Return the candidate with a lower bound for stages that work on different branches at the same time."""
     if (
         candidate.stage_count == 1
-        or not branches.can_overlap
-        or branches.estimate_overlapped_share(candidate.stage_count) > 1 - MIN_BRANCH_SAVING
+        or not branches.can_overlap_stages
+        or branches.estimate_time_share_with_overlap(candidate.stage_count) > 1 - MIN_BRANCH_SAVING
     ):
         return candidate
-    part = branches.compute_lower_bound(candidate.stage_count) / branches.total_seconds
+    part = branches.compute_time_lower_bound(candidate.stage_count) / branches.total_seconds
     if candidate.is_from_search:  # stages may gain differently from sharding
         part = 1 / candidate.stage_count
     return replace(candidate, seconds=candidate.seconds * part, is_from_search=False, group_sharding=None)
@@ -153,7 +158,7 @@ def _make_candidates_for_all_devices(
         single_device_bytes: Bytes of weights and states on one device.
         hardware: The hardware that `_with_fitted_launch_cost` returned.
     """
-    count, room = len(plan_builder.group), _find_smallest_memory(plan_builder)
+    count, room = len(plan_builder.group), _find_smallest_device_memory(plan_builder)
     seen = {frozenset[Factor]()}
     for eager, kind in ((False, "cut where that saves time"), (True, "cut wherever kernels get shorter")):
         choice = plan_builder.factor_search.choose_factors(count, hardware, eager=eager)
@@ -203,12 +208,12 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     groups = split_devices_into_groups(hardware.machine, len(plan_builder.group))
     choice = plan_builder.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
     stored_bytes = choice.stored_bytes / len(groups)
-    lacking = max(0.0, stored_bytes - _find_smallest_memory(plan_builder))
+    lacking = max(0.0, stored_bytes - _find_smallest_device_memory(plan_builder))
     seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(groups), len(groups[0]))
     count = len(plan_builder.group)
     across = f"{len(groups)} machines" if 0 < hardware.machine < count else f"{len(groups)} teams"
     kind = f"layers across {across}, cut within each"
-    make = partial(plan_builder.build_with_groups, groups, choice)
+    make = partial(plan_builder.build_hybrid_over_groups, groups, choice)
     lower_bound_seconds, group_sharding, stages = (
         choice.seconds - choice.communication_seconds,
         (len(groups[0]), choice.factors),
@@ -234,7 +239,7 @@ def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devic
     return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
 
-def _find_smallest_memory(plan_builder: PlanBuilder) -> float:
+def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
     """Find the memory of the smallest device in bytes; infinity if no device states it."""
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 

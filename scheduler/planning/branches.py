@@ -18,7 +18,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..costs.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
 from ..sharding.layer_split import Placement, order_nodes_by_message_count
-from .clusters import Cluster, find_clusters, link_clusters, split_cluster
+from .clusters import Cluster, find_clusters, link_clusters_by_operands, split_cluster
 
 MIN_BRANCH_SAVING = 0.03
 """The least share of the time that branches on several devices must save; predictions are not more exact."""
@@ -71,15 +71,15 @@ class BranchScheduler:
         self.total_seconds = sum(node_seconds.values())
         self._message_seconds: dict[tuple[int, bool], float] = {}
 
-    def compute_lower_bound(self, device_count: int) -> float:
+    def compute_time_lower_bound(self, device_count: int) -> float:
         """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the nodes.
 
         It is the longer of two times: the longest path, and all work divided by the devices.
         """
-        return max(self._critical_seconds, self.total_seconds / device_count)
+        return max(self._critical_path_seconds, self.total_seconds / device_count)
 
     @cached_property
-    def _critical_seconds(self) -> float:
+    def _critical_path_seconds(self) -> float:
         """The seconds of the critical path, which is the longest path through the graph."""
         ends: dict[Node, float] = {}
         for node in self.compute_nodes:
@@ -87,7 +87,7 @@ class BranchScheduler:
             ends[node] = start + self.node_seconds.get(node, 0.0)
         return max(ends.values(), default=0.0)
 
-    def compute_cluster_bound(self, device_count: int) -> float | None:
+    def compute_cluster_time_lower_bound(self, device_count: int) -> float | None:
         """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the clusters.
 
         None if all placements save less than the share `MIN_BRANCH_SAVING`.
@@ -100,14 +100,14 @@ class BranchScheduler:
         return bound if bound <= self.total_seconds * (1 - MIN_BRANCH_SAVING) else None
 
     @cached_property
-    def can_overlap(self) -> bool:
+    def can_overlap_stages(self) -> bool:
         """Whether stages of different branches, on all devices, save `MIN_BRANCH_SAVING` if they overlap in time.
 
         Fewer stages save less.
         """
-        return self.estimate_overlapped_share(self.device_count) <= 1 - MIN_BRANCH_SAVING
+        return self.estimate_time_share_with_overlap(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
-    def estimate_overlapped_share(self, stage_count: int) -> float:
+    def estimate_time_share_with_overlap(self, stage_count: int) -> float:
         """Estimate the share of the total time that a run takes if independent stages overlap in time.
 
         Args:
@@ -157,7 +157,7 @@ class BranchScheduler:
             division: The clusters to schedule.
             device_count: The number of devices.
         """
-        clusters, owner = link_clusters(division, self.hardware.collective_seconds(0.0))
+        clusters, owner = link_clusters_by_operands(division, self.hardware.collective_seconds(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
             until_end[cluster] += cluster.seconds
@@ -172,17 +172,17 @@ class BranchScheduler:
         order = [
             node for cluster in sorted(clusters, key=scheduler.start_by_cluster.__getitem__) for node in cluster.nodes
         ]
-        yield from self._build_schedules(scheduler.placement, order)
+        yield from self._build_schedules_of_placement(scheduler.placement, order)
         if (better := self._improve_placement(clusters, scheduler.placement, order, device_count)) is not None:
-            yield from self._build_schedules(better, order)
+            yield from self._build_schedules_of_placement(better, order)
 
-    def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
+    def _build_schedules_of_placement(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
         """Build the schedules of a placement: nodes ordered by their ends, or by the number of messages before each.
 
         Messages are numbered in this order; programs receive and send them by their numbers, so either may be faster.
         """
-        ends = self._predict_ends(placement, order)
-        leaf_bytes = [*self._count_leaf_bytes(placement).values()]
+        ends = self._predict_end_times(placement, order)
+        leaf_bytes = [*self._count_leaf_bytes_by_device(placement).values()]
         for each in (sorted(order, key=ends.__getitem__), order_nodes_by_message_count(self.graph, placement)):
             yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
@@ -190,28 +190,28 @@ class BranchScheduler:
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
         """Improve a placement by moves of single clusters; return a faster placement, or None."""
-        first = best = max(self._predict_ends(placement, order).values())
+        first = best = max(self._predict_end_times(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
-        movable = [cluster for cluster in clusters if self.state_users.keys().isdisjoint(cluster.nodes)]
+        movable = [cluster for cluster in clusters if self.states_used_by_node.keys().isdisjoint(cluster.nodes)]
         before = math.inf
         while best < before and left > 0:
             before = best
             for cluster, device in product(movable, range(device_count)):
                 if device != better[cluster.nodes[0]] and left > 0:
                     moved, left = {**better, **dict.fromkeys(cluster.nodes, device)}, left - 1
-                    seconds = max(self._predict_ends(moved, order).values())
-                    if seconds < best and self._count_leaf_bytes(moved)[device] <= self.device_memory_bytes:
+                    seconds = max(self._predict_end_times(moved, order).values())
+                    if seconds < best and self._count_leaf_bytes_by_device(moved)[device] <= self.device_memory_bytes:
                         best, better = seconds, moved
         return better if best < first else None
 
-    def _count_leaf_bytes(self, placement: Placement) -> dict[int, int]:
+    def _count_leaf_bytes_by_device(self, placement: Placement) -> dict[int, int]:
         """Count the bytes of weights and states on each device that has work."""
         leaves: dict[int, set[Value]] = defaultdict(set)
         for node, device in placement.items():
-            leaves[device] |= find_stored_leaves(node)
+            leaves[device] |= find_weights_and_states_read_by(node)
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
-    def _predict_ends(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
+    def _predict_end_times(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
         """Predict the end time of each node, if each device executes its nodes in this order.
 
         A device waits for each value of another device; a sender does not wait.
@@ -232,11 +232,11 @@ class BranchScheduler:
         return ends
 
     @cached_property
-    def state_users(self) -> dict[Node, set[Value]]:
+    def states_used_by_node(self) -> dict[Node, set[Value]]:
         """The states that each node reads or replaces."""
         states: dict[Node, set[Value]] = defaultdict(set)
         for node in self.compute_nodes:
-            if found := {leaf for leaf in find_stored_leaves(node) if leaf.node.op == "state"}:
+            if found := {leaf for leaf in find_weights_and_states_read_by(node) if leaf.node.op == "state"}:
                 states[node] |= found
         for state, new in self.graph.updates.items():
             states[new.node].add(state)
@@ -284,12 +284,12 @@ class _ListScheduler:
 
     def place_cluster(self, cluster: Cluster) -> None:
         """Place a cluster on the device with enough memory that can start it first, or on its state's device."""
-        leaves = {leaf for node in cluster.nodes for leaf in find_stored_leaves(node)}
-        states = {state for node in cluster.nodes for state in self.branches.state_users.get(node, ())}
+        leaves = {leaf for node in cluster.nodes for leaf in find_weights_and_states_read_by(node)}
+        states = {state for node in cluster.nodes for state in self.branches.states_used_by_node.get(node, ())}
         fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]
         fresh = {d: sum_leaf_bytes(leaves - self.leaves_by_device[d]) for d in fixed or self._list_candidate_devices()}
         fitting = [d for d in fresh if self.leaf_bytes_by_device[d] + fresh[d] <= self.branches.device_memory_bytes]
-        starts = {d: self._compute_start(cluster, d) for d in (fitting or fresh)}
+        starts = {d: self._compute_start_time(cluster, d) for d in (fitting or fresh)}
         device = min(starts, key=lambda d: (starts[d], d))
         self.start_by_cluster[cluster] = starts[device]
         self.device_free_times[device] = end = starts[device] + cluster.seconds
@@ -311,7 +311,7 @@ class _ListScheduler:
                 seen.add(device // machine)
         return devices
 
-    def _compute_start(self, cluster: Cluster, device: int) -> float:
+    def _compute_start_time(self, cluster: Cluster, device: int) -> float:
         """Compute the time at which a device can start a cluster: it is free and has all operands of the cluster."""
         start = self.device_free_times[device]
         for source in cluster.operand_reader_counts:
@@ -322,7 +322,7 @@ class _ListScheduler:
         return start
 
 
-def find_stored_leaves(node: Node) -> set[Value]:
+def find_weights_and_states_read_by(node: Node) -> set[Value]:
     """Find the weights and states that a node reads, directly or through views."""
     leaves = (find_viewed_node(source) for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}

@@ -64,7 +64,7 @@ class Candidate:
     group_sharding: tuple[int, frozenset[Factor]] | None = None
     refine: Callable[[], Iterable[Candidate]] | None = None
 
-    def has_same_bias_as(self, other: Candidate) -> bool:
+    def has_same_estimate_bias_as(self, other: Candidate) -> bool:
         """Return whether this candidate has no plan yet, and its estimate has the same bias as the estimate of `other`.
 
         Two estimates of the factor search have the same bias. Estimates of pipelined runs are more optimistic with
@@ -74,7 +74,7 @@ class Candidate:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
-    def with_correction(self, time_ratio: float) -> Candidate:
+    def with_corrected_estimate(self, time_ratio: float) -> Candidate:
         """Return the candidate with its estimate corrected by `time_ratio`, if that is below its correction factor.
 
         Args:
@@ -87,7 +87,7 @@ class Candidate:
             else self
         )
 
-    def with_overlap_bound(self, seconds: float) -> Candidate:
+    def with_estimate_capped_by_overlap(self, seconds: float) -> Candidate:
         """Return the candidate with its estimate capped by `seconds`, but not below the candidate's own lower bound.
 
         Args:
@@ -95,7 +95,7 @@ class Candidate:
         """
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
-    def with_single_stage_bound(self, built_candidate: Candidate) -> Candidate:
+    def with_single_stage_lower_bound(self, built_candidate: Candidate) -> Candidate:
         """Return the candidate with the seconds of a single-stage plan as lower bound of its estimate.
 
         A run without a successor goes through all stages in no less time than through one stage that has all layers.
@@ -107,15 +107,17 @@ class Candidate:
             and built_candidate.group_sharding == self.group_sharding
         )
         return (
-            replace(self, seconds=max(self.seconds, built_candidate.seconds)) if is_one and self.is_sequential else self
+            replace(self, seconds=max(self.seconds, built_candidate.seconds))
+            if is_one and self.has_sequential_stages
+            else self
         )
 
     @property
-    def is_sequential(self) -> bool:
+    def has_sequential_stages(self) -> bool:
         """Whether the estimate assumes that several pipeline stages run one after the other, not at the same time."""
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
-    def with_plan(self, scorer: PlanScorer) -> Candidate:
+    def with_built_plan(self, scorer: PlanScorer) -> Candidate:
         """Build the candidate's plan; return the candidate with the plan, and with the plan's seconds and bytes."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
@@ -188,10 +190,10 @@ def choose_best_plan(
 
     while (best := min(left, key=cost)).plan is None:
         if best.refine is not None:
-            left = _replace_refined(left, best, best.refine())
+            left = _replace_by_refined_candidates(left, best, best.refine())
             continue
         try:
-            built_candidate = left[left.index(best)] = best.with_plan(scorer)
+            built_candidate = left[left.index(best)] = best.with_built_plan(scorer)
         except (PlanError, GraphError) as why:
             left.remove(best)
             unbuilt.append(f"left aside: {best.kind}, on {best.device_count} devices; it cannot be built: {why}")
@@ -199,11 +201,15 @@ def choose_best_plan(
         if best.seconds > 0:
             off = built_candidate.seconds / best.seconds * (best.correction_factor or 1.0)
             left = [
-                candidate.with_correction(off) if candidate.has_same_bias_as(best) else candidate for candidate in left
+                candidate.with_corrected_estimate(off) if candidate.has_same_estimate_bias_as(best) else candidate
+                for candidate in left
             ]
         if built_candidate.plan is not None and built_candidate.plan.cost.hidden:
-            left = [w.with_overlap_bound(built_candidate.seconds) if w.has_same_bias_as(best) else w for w in left]
-        left = [candidate.with_single_stage_bound(built_candidate) for candidate in left]
+            left = [
+                w.with_estimate_capped_by_overlap(built_candidate.seconds) if w.has_same_estimate_bias_as(best) else w
+                for w in left
+            ]
+        left = [candidate.with_single_stage_lower_bound(built_candidate) for candidate in left]
     left = [candidate for candidate in left if candidate.refine is None]
     others = sorted((candidate for candidate in left if candidate is not best), key=cost)
     first = {candidate.kind: candidate for candidate in reversed(others)}.values()
@@ -227,7 +233,7 @@ def choose_best_plan(
     return replace(best.plan, reasons=(*best.plan.reasons, *notes))
 
 
-def _replace_refined(
+def _replace_by_refined_candidates(
     candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
     """Replace a candidate, and unbuilt candidates of the same kind, by the refined candidates; return the new list."""

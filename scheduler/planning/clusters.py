@@ -112,7 +112,7 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
         yield Cluster(nodes, spent, {})
 
 
-def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
+def link_clusters_by_operands(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
     """Link clusters by their operands: record the nodes that each reads from other clusters.
 
     A cluster that is shorter than `latency` seconds joins the only cluster that it reads.

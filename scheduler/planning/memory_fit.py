@@ -122,16 +122,18 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
     if pool.is_shared:
         return None
     leaves = {v.node.name for v in (*plan.graph.weights, *plan.graph.states)}
-    spread = frozenset(n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _is_partitioned(plan))
+    spread = frozenset(
+        n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _has_partitioned_leaves(plan)
+    )
     shared = (
         sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.lanes)
-        if _is_partitioned(plan)
+        if _has_partitioned_leaves(plan)
         else pool.count_leaf_bytes(spread)
     )
     room = pool.memory_bytes - (pool.needed_bytes - pool.count_leaf_bytes(spread))
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.lanes):
         return None
-    mode = "" if _is_partitioned(plan) else " with split_mode='tensor'"
+    mode = "" if _has_partitioned_leaves(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
 
 
@@ -139,7 +141,7 @@ def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     """Suggest another split mode if several devices have full copies or whole layers; None otherwise."""
     if len(plan.lanes) == 1:
         return None
-    if not _is_partitioned(plan):
+    if not _has_partitioned_leaves(plan):
         return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = (
@@ -150,7 +152,7 @@ def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     return f"use split_mode='{mode}'" if needed <= memory else None
 
 
-def _is_partitioned(plan: Plan) -> bool:
+def _has_partitioned_leaves(plan: Plan) -> bool:
     """Return whether devices have different parts of the leaves."""
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 

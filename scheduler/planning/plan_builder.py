@@ -101,11 +101,11 @@ class PlanBuilder(ShardedPlanBuilder):
         if earlier_plan is not None:
             return self.build_with_fixed_layout(earlier_plan)
         if len(self.group) == 1 and not self.placement_rules:
-            return self.build_unsharded()
+            return self.build_for_single_device()
         if choose_factors is not None:
             chosen, why = choose_factors(self.graph, self.factors), "chosen by the caller"
             if mode is PlanBuilder.build_hybrid:
-                return self.build_with_groups(
+                return self.build_hybrid_over_groups(
                     split_devices_into_groups(self.devices_per_machine, len(self.group)), FactorChoice(chosen, (why,))
                 )
             return self.build_with_factors(chosen, why)
@@ -129,11 +129,11 @@ class PlanBuilder(ShardedPlanBuilder):
         if stored and all(isinstance(layout, Local) for layout in stored):
             where = placement_from_layouts(self.graph, earlier_plan.leaves)
             base = {n: Pin(d, "its weights or its operands are on this device") for n, d in where.items()}
-            return self._build_pinned(
+            return self._build_with_pinned_nodes(
                 base, {v: layout for v, layout in fixed_pins.leaves.items() if isinstance(layout, Local)}
             )
         if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
-            return self.build_unsharded("an earlier plan's layout")
+            return self.build_for_single_device("an earlier plan's layout")
         chosen = factors_from_positions(self.graph, self.factors, earlier_plan.cuts)
         if self.graph.digest() != earlier_plan.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
@@ -164,13 +164,13 @@ class PlanBuilder(ShardedPlanBuilder):
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
         if not self.user_pins and not find_unsupported_nodes([self.graph], [{}], self.group[:1]):
-            return first.build_unsharded()
+            return first.build_for_single_device()
         base = {
             n: Pin(0, f"split mode none: {self.group[0][1]} comes first") for n in self.graph.nodes if not n.is_leaf
         }
-        return self._build_pinned(base, omits_idle_devices=True)
+        return self._build_with_pinned_nodes(base, omits_idle_devices=True)
 
-    def build_unsharded(self, *reasons: str) -> Plan:
+    def build_for_single_device(self, *reasons: str) -> Plan:
         """Build the plan for a single device, without the search for factors, which takes long for a large graph.
 
         Args:
@@ -197,7 +197,7 @@ class PlanBuilder(ShardedPlanBuilder):
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
         same = {node: node for node in self.graph.nodes}
         sharded = PartitionedGraphs((self.graph,), (same,), leaves, dict.fromkeys(self.graph.outputs, REPLICATE))
-        return self._assemble_plan(self._require_supported(sharded), frozenset(), reasons, {})
+        return self._assemble_plan(self._require_supported_nodes(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
         """Build the layer split: each device gets consecutive layers, by the tensor split or by its memory.
@@ -206,12 +206,14 @@ class PlanBuilder(ShardedPlanBuilder):
         """
         memory = [device.memory for _, device in self.group]
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
-            return self._build_layers_by_shares(compute_balanced_proportions(self.workload.balanced_graph, len(memory)))
-        return self._build_layers_by_shares(
+            return self._build_layer_split_by_proportions(
+                compute_balanced_proportions(self.workload.balanced_graph, len(memory))
+            )
+        return self._build_layer_split_by_proportions(
             self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         )
 
-    def _build_layers_by_shares(
+    def _build_layer_split_by_proportions(
         self, proportions: Sequence[float], *, omits_idle_devices: bool = False, last_device_reason: str = ""
     ) -> Plan:
         """Build the layer split with these proportions of the weights and states.
@@ -226,14 +228,14 @@ class PlanBuilder(ShardedPlanBuilder):
             f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
         ]
         because[-1] = last_device_reason or because[-1]
-        return self._build_pinned(
+        return self._build_with_pinned_nodes(
             {n: Pin(d, because[d]) for n, d in where.items()}, omits_idle_devices=omits_idle_devices
         )
 
-    def build_branches(self, schedule: BranchSchedule) -> Plan:
+    def build_branch_plan(self, schedule: BranchSchedule) -> Plan:
         """Build the plan of a branch schedule, which runs independent branches of the graph on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
-        return self._build_pinned(pins, omits_idle_devices=True, order=schedule.order)
+        return self._build_with_pinned_nodes(pins, omits_idle_devices=True, order=schedule.order)
 
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
         """Build a layer split with the host as one more device for leaves that do not fit.
@@ -253,12 +255,12 @@ class PlanBuilder(ShardedPlanBuilder):
 
         def plan_with(share: float) -> Plan:
             rest = [(1 - share) * s / sum(shares) for s in shares]
-            plan = wider._build_layers_by_shares(
+            plan = wider._build_layer_split_by_proportions(
                 [*rest, share], omits_idle_devices=uses_single_device, last_device_reason=why
             )
             return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
 
-        first = self._build_layers_by_shares(shares, omits_idle_devices=uses_single_device)
+        first = self._build_layer_split_by_proportions(shares, omits_idle_devices=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
         return (
             choose_host_offload(compute_missing_bytes(first) / max(total, 1), plan_with)
@@ -266,7 +268,7 @@ class PlanBuilder(ShardedPlanBuilder):
             else first
         )
 
-    def _build_pinned(
+    def _build_with_pinned_nodes(
         self,
         base_pins: Mapping[Node, Pin],
         fixed_values: Mapping[Value, Local] = NO_FIXED_VALUES,
@@ -288,7 +290,7 @@ class PlanBuilder(ShardedPlanBuilder):
             placement = {n: p.device for n, p in where.items()}
             return where, place_nodes(self.graph, placement, len(self.group), fixed_values, order)
 
-        where, sharded = self._pin_until_supported(self.user_pins, build)
+        where, sharded = self._pin_nodes_until_supported(self.user_pins, build)
         if not omits_idle_devices:
             return self._assemble_plan(sharded, frozenset(), (), where)
         named_devices = {device for _, device in self.placement_rules}
@@ -320,7 +322,7 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_hybrid(self) -> Plan:
         """Build the hybrid split: layers over device groups, with tensor parallelism inside each group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
-        return self.build_with_groups(
+        return self.build_hybrid_over_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
         )
 
@@ -331,7 +333,7 @@ class PlanBuilder(ShardedPlanBuilder):
         counts = {ranks.count(rank) for rank in ranks}
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
-    def build_with_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
+    def build_hybrid_over_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
         """Build the hybrid split over these device groups: one pipeline stage for each group.
 
         Args:
@@ -398,7 +400,7 @@ class PlanBuilder(ShardedPlanBuilder):
 
         first = partition_groups()
         plan = self._assemble_plan(
-            self._require_supported(first.partitioned_graphs), first.sharded_factors, reasons, {}
+            self._require_supported_nodes(first.partitioned_graphs), first.sharded_factors, reasons, {}
         )
         return (
             choose_plan_with_overlap_chunks(plan, build_with_chunks)
@@ -418,7 +420,7 @@ class PlanBuilder(ShardedPlanBuilder):
         )
         return few
 
-    def build_over_layout_of(self, plan: Plan, graph: Graph) -> Plan:
+    def build_with_layout_of_other_plan(self, plan: Plan, graph: Graph) -> Plan:
         """Build the unverified plan of another graph with the weight and state layouts of `plan`."""
         if graph is self.graph:
             return plan

@@ -66,7 +66,7 @@ class ChunkTimeModel:
             _compute_bilinear_coefficients(*(stage_time.compute_seconds for stage_time in corners)) for corners in stops
         ]
 
-    def _compute_interpolation_terms(self, token_count: int, end_token: int) -> tuple[float, float]:
+    def _compute_relative_position(self, token_count: int, end_token: int) -> tuple[float, float]:
         """Compute the position of a run relative to the four plans: in tokens and in cells, 0 for few, 1 for many.
 
         The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the
@@ -77,7 +77,7 @@ class ChunkTimeModel:
 
     def predict_stage_times(self, token_count: int, end_token: int) -> list[StageTime]:
         """Predict the time of each stage for a run of `token_count` tokens that ends at sequence length `end_token`."""
-        m, n = self._compute_interpolation_terms(token_count, end_token)
+        m, n = self._compute_relative_position(token_count, end_token)
         message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
             for of in (self._message_coefficients, self._work_coefficients)
@@ -86,7 +86,7 @@ class ChunkTimeModel:
 
     def predict_slowest_stage_seconds(self, token_count: int, end_token: int) -> float:
         """Predict the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
-        m, n = self._compute_interpolation_terms(token_count, end_token)
+        m, n = self._compute_relative_position(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
 
@@ -129,9 +129,11 @@ def choose_prefill_chunks(
         for size in allowed_sizes
         for cells in (past_tokens + min(size, token_count), end)
     }
-    splits = {_split_within_time(seconds, past_tokens, end, allowed_sizes, time_model) for seconds in times}
+    splits = {_split_into_chunks_within_time(seconds, past_tokens, end, allowed_sizes, time_model) for seconds in times}
     candidates = [
-        PrefillChunks(chunk_sizes, compute_pipelined_seconds(chunk_sizes, past_tokens, allowed_sizes, time_model))
+        PrefillChunks(
+            chunk_sizes, compute_pipelined_prefill_seconds(chunk_sizes, past_tokens, allowed_sizes, time_model)
+        )
         for chunk_sizes in splits
     ]
     max_seconds = FEWER_CHUNKS_TOLERANCE * min(parts.seconds for parts in candidates)
@@ -139,7 +141,7 @@ def choose_prefill_chunks(
     return min(good, key=lambda parts: (len(parts.chunk_sizes), parts.seconds))
 
 
-def _split_within_time(
+def _split_into_chunks_within_time(
     max_seconds: float, past_tokens: int, end_token: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> tuple[int, ...]:
     """Split a prompt into the largest chunks that take at most `max_seconds` each on the slowest stage.
@@ -158,7 +160,7 @@ def _split_within_time(
     return tuple(chunk_sizes)
 
 
-def compute_pipelined_seconds(
+def compute_pipelined_prefill_seconds(
     chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
     """Compute the seconds of a prompt's prefill in pipelined chunks, until the last stage has the last chunk.

@@ -23,10 +23,10 @@ from ..costs.hardware import Hardware
 from ..ir.execution_plan import ShardedFactors
 from ..ir.layout import Layout
 from ..lowering.device_plan import Devices, Lane, build_device_plans, unroll_device_plans
-from ..lowering.unroll import find_kinds_of_instructions
+from ..lowering.unroll import find_repetition_kinds_of_instructions
 from ..sharding.axes import Factor
 from ..sharding.factors import Factors
-from ..sharding.overlap_chunks import OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from ..sharding.overlap_chunks import OverlapChunks, find_chunkable_token_factor, partition_graph_in_token_chunks
 from ..sharding.partitioner import PartitionedGraphs, partition_graph
 from ..sharding.pins import NO_PINS, find_unsupported_nodes
 from ..sharding.propagation import ShardingAssignment
@@ -91,11 +91,11 @@ def plan_repeated_layers(
         repeated_layers.drop_first(),
     ):  # before the first repetition, no value may have been summed yet
         once = shorten_graph(graph, runs, 1)
-        if once is None or (own := _map_to_short_factors(once, sharded_factors)) is None:
+        if once is None or (own := _map_factors_to_short_graph(once, sharded_factors)) is None:
             continue
-        first = _ShortSharding(once, group, hardware, sharded_factors, proportions, own)
-        sharding = first.with_kind_count(min(_choose_kind_count(first), runs.count - 1))
-        repeated_plan = None if sharding is None else _plan_shortened_graph(sharding)
+        first = _ShortenedGraphSharding(once, group, hardware, sharded_factors, proportions, own)
+        sharding = first.with_repetition_kind_count(min(_choose_repetition_kind_count(first), runs.count - 1))
+        repeated_plan = None if sharding is None else _plan_by_shortened_graph(sharding)
         if repeated_plan is not None and all(
             repeated_plan.leaf_layouts[name] == layout for name, layout in required_layouts.items()
         ):
@@ -103,7 +103,7 @@ def plan_repeated_layers(
     return None
 
 
-class _ShortSharding:
+class _ShortenedGraphSharding:
     """The sharding of a shortened graph, which has few repeated layers, over a device group.
 
     Args:
@@ -136,7 +136,7 @@ class _ShortSharding:
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
-    def with_kind_count(self, kind_count: int) -> _ShortSharding | None:
+    def with_repetition_kind_count(self, kind_count: int) -> _ShortenedGraphSharding | None:
         """Return the same sharding of a short graph with `kind_count` kinds of repetitions, or None.
 
         None means that the repeated layers have no such short graph, or that its repetitions are sharded differently.
@@ -149,21 +149,23 @@ class _ShortSharding:
             )
         )
 
-    def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortSharding | None:
+    def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortenedGraphSharding | None:
         """Return the same sharding of another short graph; None if its repetitions are sharded differently."""
-        own = None if shortened is None else _map_to_short_factors(shortened, self.sharded_factors)
+        own = None if shortened is None else _map_factors_to_short_graph(shortened, self.sharded_factors)
         if shortened is None or own is None:
             return None
-        return _ShortSharding(shortened, self.group, self.hardware, self.sharded_factors, self.proportions, own)
+        return _ShortenedGraphSharding(
+            shortened, self.group, self.hardware, self.sharded_factors, self.proportions, own
+        )
 
     @property
-    def device_kind_count(self) -> int:
+    def distinct_device_count(self) -> int:
         """The number of distinct devices: devices with shard ranges of equal sizes count once."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
-    def sequence_parallel_options(self) -> SequenceParallelChooser:
+    def sequence_parallel_chooser(self) -> SequenceParallelChooser:
         """The chooser between replicated and sharded rows for the short graph."""
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
@@ -172,7 +174,7 @@ class _ShortSharding:
     @property
     def replicated_assignment(self) -> ShardingAssignment:
         """The sharding assignment of the short graph with replicated rows."""
-        return self.sequence_parallel_options.replicated_assignment
+        return self.sequence_parallel_chooser.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
         """Partition the short graph over all devices, by a sharding assignment."""
@@ -188,7 +190,7 @@ class _ShortSharding:
             return None
         device_plans = build_device_plans(partitioned_graphs.graphs, self.group, of)
         if not all(
-            _is_repeatable(device_plan, of)
+            _has_repeatable_instructions(device_plan, of)
             for device_plan in {id(device_plan.program): device_plan for device_plan in device_plans}.values()
         ):
             return None
@@ -200,7 +202,7 @@ class _ShortSharding:
         }
         return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
-    def build_with_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
+    def build_with_overlap_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
         """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
         The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
@@ -223,13 +225,13 @@ class _ShortSharding:
             assignment: ShardingAssignment | None = sharding.replicated_assignment
             if chunks.required_saving_seconds is not None:
                 part = len(sharding.shortened_graph.short_graph.nodes) / len(sharding.shortened_graph.deep_graph.nodes)
-                assignment = sharding.sequence_parallel_options.shard_rows_if_saving(
+                assignment = sharding.sequence_parallel_chooser.shard_rows_if_saving(
                     tokens, chunks.required_saving_seconds * part
                 )
             if assignment is None:
                 return None
-            if _has_uniform_carries(sharding.shortened_graph, assignment):
-                sharded = partition_in_chunks(
+            if _has_equal_layouts_of_carried_values(sharding.shortened_graph, assignment):
+                sharded = partition_graph_in_token_chunks(
                     sharding.shortened_graph.short_graph,
                     sharding.factors,
                     assignment,
@@ -241,17 +243,17 @@ class _ShortSharding:
         return None
 
 
-def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
+def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan | None:
     """Plan the deep graph with all layers by a plan of its short graph; None if that saves too few nodes."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
-    ) * of.deep_repetitions.length * sharding.device_kind_count < MIN_SAVED_NODES:
+    ) * of.deep_repetitions.length * sharding.distinct_device_count < MIN_SAVED_NODES:
         return None
-    assignment = sharding.sequence_parallel_options.choose_fastest_assignment()
+    assignment = sharding.sequence_parallel_chooser.choose_fastest_assignment()
     repeated_plan = (
         sharding.build_repeated_plan(sharding.build_partitioned_graphs(assignment))
-        if _has_uniform_carries(of, assignment)
+        if _has_equal_layouts_of_carried_values(of, assignment)
         else None
     )
     if (
@@ -260,10 +262,10 @@ def _plan_shortened_graph(sharding: _ShortSharding) -> RepeatedPlan | None:
         or find_chunkable_token_factor(sharding.replicated_assignment, sharding.factors) is None
     ):
         return repeated_plan
-    return replace(repeated_plan, build_with_chunks=sharding.build_with_chunks)
+    return replace(repeated_plan, build_with_chunks=sharding.build_with_overlap_chunks)
 
 
-def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
+def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
     """Map the sharded factors of the deep graph to the short graph; None if repetitions are sharded differently."""
     number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
@@ -282,7 +284,7 @@ def _map_to_short_factors(shortened: ShortenedGraph, sharded_factors: ShardedFac
     return frozenset([*by_run[PREAMBLE], *by_run[shortened.deep_repetitions.count], *again])
 
 
-def _choose_kind_count(short_sharding: _ShortSharding) -> int:
+def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> int:
     """Choose the number of kinds of repeated layers in the short graph that evens out rounded shard ranges."""
     inner = frozenset(
         sharded_factor
@@ -310,7 +312,7 @@ def _choose_kind_count(short_sharding: _ShortSharding) -> int:
     return REPETITION_KIND_COUNTS[-1]
 
 
-def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
+def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
     """Return whether values carried from layer to layer have equal layouts before all layers and after each."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
@@ -323,14 +325,14 @@ def _has_uniform_carries(shortened: ShortenedGraph, assignment: ShardingAssignme
     )
 
 
-def _is_repeatable(device_plan: Lane, shortened: ShortenedGraph) -> bool:
+def _has_repeatable_instructions(device_plan: Lane, shortened: ShortenedGraph) -> bool:
     """Return whether a device can execute its repeated layers (repetitions) in any order, as unrolling requires.
 
     - The instructions of each kind are consecutive, and the kinds are in order.
     - A value that the next repetition reads has the same offset in all kinds.
     - No state is copied at the end of all repetitions.
     """
-    kinds = find_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
+    kinds = find_repetition_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
     copies = any(
         i.index < 0 and at not in device_plan.program.save_positions
         for at, i in enumerate(device_plan.program.instructions)

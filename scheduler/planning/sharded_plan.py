@@ -19,7 +19,12 @@ from ..ir.execution_plan import Plan, ShardedFactors
 from ..ir.layout import Layout
 from ..lowering.device_plan import Devices, build_device_plans
 from ..sharding.factors import Factors
-from ..sharding.overlap_chunks import CHUNK_COUNTS, OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from ..sharding.overlap_chunks import (
+    CHUNK_COUNTS,
+    OverlapChunks,
+    find_chunkable_token_factor,
+    partition_graph_in_token_chunks,
+)
 from ..sharding.partitioner import PartitionedGraphs, partition_graph
 from ..sharding.pins import (
     NO_PINS,
@@ -40,7 +45,7 @@ from ..sharding.search.greedy_search import (
     FactorSearch,
     assign_shard_ranges,
     list_all_factor_positions,
-    list_factor_positions,
+    list_one_position_per_factor,
 )
 from ..sharding.sequence_parallel import MIN_GAIN, SequenceParallelChooser
 from .repeated_layers import RepeatedPlan, plan_repeated_layers
@@ -113,7 +118,7 @@ class ShardedPlanBuilder:
         }
         if fixed_pins is None and (short := self._build_from_shortened_graph(choice)) is not None:
             return short
-        asked = list_factor_positions(self.graph, self.factors, choice.factors, {})
+        asked = list_one_position_per_factor(self.graph, self.factors, choice.factors, {})
         shares = assign_shard_ranges(self.graph, self.factors, asked, self.proportions, self.earlier_layouts)
 
         def make_sequence_options(nodes: Mapping[Node, Pin]) -> SequenceParallelChooser:
@@ -130,10 +135,10 @@ class ShardedPlanBuilder:
                 self.graph, self.factors, make_sequence_options(nodes).choose_fastest_assignment(), shares
             )
 
-        where, sharded = self._pin_until_supported(first, build)
+        where, sharded = self._pin_nodes_until_supported(first, build)
 
         def plan(sharded: PartitionedGraphs, *notes: str) -> Plan:
-            cuts = list_factor_positions(self.graph, self.factors, choice.factors, sharded.leaves)
+            cuts = list_one_position_per_factor(self.graph, self.factors, choice.factors, sharded.leaves)
             note = ("the factor search ignored nodes that are pinned to one device",) if where and cuts else ()
             return self._assemble_plan(
                 sharded, cuts, (*choice.alternatives, *note, *self.unrepeated_reasons, *notes), where
@@ -154,7 +159,9 @@ class ShardedPlanBuilder:
             )
             if assignment is None:
                 return None
-            graphs = partition_in_chunks(self.graph, self.factors, assignment, shares, tokens, chunks.chunk_count)
+            graphs = partition_graph_in_token_chunks(
+                self.graph, self.factors, assignment, shares, tokens, chunks.chunk_count
+            )
             return (
                 None
                 if graphs is None or find_unsupported_nodes(graphs.graphs, graphs.source_nodes, self.group)
@@ -179,7 +186,7 @@ class ShardedPlanBuilder:
         if repeated_plan is None:
             return None
         cuts, shares = (
-            list_factor_positions(self.graph, self.factors, choice.factors, repeated_plan.leaf_layouts),
+            list_one_position_per_factor(self.graph, self.factors, choice.factors, repeated_plan.leaf_layouts),
             tuple(self.tensor_split),
         )
 
@@ -196,7 +203,7 @@ class ShardedPlanBuilder:
             first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note)
         )
 
-    def _pin_until_supported(
+    def _pin_nodes_until_supported(
         self,
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
@@ -214,7 +221,7 @@ class ShardedPlanBuilder:
                 return where, sharded
             pins.update(pin_unsupported_nodes(found, where, self.group))
 
-    def _require_supported(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
+    def _require_supported_nodes(self, partitioned_graphs: PartitionedGraphs) -> PartitionedGraphs:
         """Require that each device supports its nodes; raise `PlanError` with the first unsupported node.
 
         Returns `partitioned_graphs` unchanged.

@@ -62,12 +62,12 @@ class Workload:
         """
         choice = choose_micro_batches(self.sequence_count, lambda n: plan_of(n, 1), counts_of)
         micro_batches = len(choice.batch_sizes)
-        read, parts = self._estimate_prefill(plan_of) if self.prompt_tokens else (0.0, 1)
+        read, parts = self._estimate_prefill_seconds_and_chunk_count(plan_of) if self.prompt_tokens else (0.0, 1)
         how = [f"in {micro_batches} micro-batches"] if micro_batches > 1 else []
         how += [f"prompts in {parts} parts"] if parts > 1 else []
         return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
-    def _estimate_prefill(self, plan_of: PlanForRun) -> tuple[float, int]:
+    def _estimate_prefill_seconds_and_chunk_count(self, plan_of: PlanForRun) -> tuple[float, int]:
         """Estimate the seconds of one prompt's prefill; return them with the number of prefill chunks."""
         step = plan_of(self.sequence_count, 1)
         if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
@@ -81,7 +81,7 @@ class Workload:
         return plan_of(1, self.prompt_tokens).cost.total, 1
 
 
-class OptimisticEstimate:
+class OptimisticWorkloadEstimator:
     """Estimates the time of a workload before a plan exists, from the times of nodes on one device.
 
     The estimates are rather too low.

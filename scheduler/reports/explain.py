@@ -12,7 +12,7 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
-from ...ops.collectives import find_collective_number
+from ...ops.collectives import find_collective_sequence_number
 from ..costs.hardware import find_viewed_node
 from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
 from ..ir.execution_plan import Plan
@@ -147,7 +147,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
         for device_plan in device_plans
         for at in device_plan.overlapped_instructions
     ]
-    count = len({find_collective_number(i.op, i.attrs) for i in steps})
+    count = len({find_collective_sequence_number(i.op, i.attrs) for i in steps})
     return [f"devices compute beside {count} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"]
 
 

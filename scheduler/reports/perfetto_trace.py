@@ -16,7 +16,7 @@ from typing import Any
 from ...backends.base import Instruction, Program
 from ...backends.capabilities import TimedKernel
 from ...graph.storage.files import replacing
-from ...ops.collectives import find_collective_number
+from ...ops.collectives import find_collective_sequence_number
 from ..ir.execution_plan import Plan
 from ..runtime.trace import Trace, TracedRun
 from .pass_dumps import compute_memory_by_step
@@ -184,7 +184,7 @@ def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | 
     """Return the sequence number of a step's collective, and whether the step only sends; None without a collective."""
     for number in step.instruction_numbers:
         i = program.instructions[number]
-        if (sequence := find_collective_number(i.op, i.attrs)) is not None:
+        if (sequence := find_collective_sequence_number(i.op, i.attrs)) is not None:
             return sequence, i.op == "send"
     return None
 

@@ -189,7 +189,7 @@ class BoundPlan:
         local_groups = CollectiveGroups(
             groups, patience, devices=same_backend_devices, wire=wire, message_group=rank_group
         )
-        world.register_wake(local_groups.abort)
+        world.register_failure_callback(local_groups.abort)
         return local_groups
 
     def compile_programs(

@@ -14,7 +14,7 @@ from ...backends.base import Array
 from ...backends.capabilities import SupportsTiming, TimedKernel
 from ...distributed import SINGLE_PROCESS, RanksError, World
 from ...distributed.mpi_link import MpiLink
-from ...distributed.presence import format_reason
+from ...distributed.presence import format_failure_reason
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError
@@ -265,7 +265,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
     try:
         return _bind_and_compile(plan, weights, world)
     except BaseException as why:
-        world.fail(format_reason(why))
+        world.announce_failure(format_failure_reason(why))
         raise
 
 

@@ -133,9 +133,9 @@ def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, A
     """Return the whole value as a new host array, from the `parts` of local devices and from other processes."""
     if not isinstance(layout, Shard):
         owners = layout.devices if isinstance(layout, Local) else range(len(between.ranks))
-        return np.array(between.broadcast_one(parts, owners))
+        return np.array(between.broadcast_part(parts, owners))
     holders = [number for number, runs in enumerate(layout.index_ranges) if runs] or range(len(layout.index_ranges))
-    everywhere = between.exchange(parts, holders)
+    everywhere = between.exchange_parts(parts, holders)
     whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)
     for number, part in everywhere.items():
         write_shard(whole, layout, number, part)

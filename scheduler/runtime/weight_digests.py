@@ -109,6 +109,6 @@ class LoadedWeightDigests:
                 known = digests_of_rank[0].get(name, {})
                 if any(known.get(number) != digest for number, digest in parts.items()):
                     raise RanksError(
-                        f"{self._world.name(rank)} has other bytes of weight %{name:.60} than {self._world.name(0)}; "
-                        "give all ranks the same weights"
+                        f"{self._world.describe_rank(rank)} has other bytes of weight %{name:.60} "
+                        f"than {self._world.describe_rank(0)}; give all ranks the same weights"
                     )

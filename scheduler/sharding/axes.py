@@ -14,7 +14,7 @@ unified with a flat axis of 6. The flat axis becomes the product of the same two
 >>> unify_axes(heads, flat)
 >>> list_segments(flat)
 [[3, 2]]
->>> list_segments(flat)[0][0] is heads[0][0].root()
+>>> list_segments(flat)[0][0] is heads[0][0].find_root()
 True
 """
 
@@ -41,7 +41,7 @@ class Factor:
         self.parts: tuple[Factor, Factor] | None = None  # of a product: outer and inner
         self.segments: tuple[Factor, Factor] | None = None  # of a concatenation
 
-    def root(self) -> Factor:
+    def find_root(self) -> Factor:
         """Find the root in the union-find tree: the factor into which this factor was merged, or the factor itself."""
         factor = self
         while factor.up is not None:
@@ -65,7 +65,7 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
     """List the root factors of a product, outer first; a factor that was split is replaced by its parts."""
     product: list[Factor] = []
     for factor in segment:
-        root = factor.root()
+        root = factor.find_root()
         product += list_root_factors(root.parts) if root.parts else [root]
     return product
 
@@ -145,7 +145,7 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
         left, right = list_root_factors(left), list_root_factors(right)
 
 
-def split_segment(segment: Sequence[Factor], entry: int) -> bool:
+def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
     """Split a segment in two before entry `entry`; return whether that is possible.
 
     The outermost factor must have a boundary at this entry. Otherwise sharding of the segment's factors is forbidden.
@@ -170,13 +170,13 @@ def find_segment_bounds(axis: Axis) -> list[int]:
 def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
     """Split an axis at the given entries, so that segments begin there; return False if one split is impossible."""
     for point in first_entries:
-        found = _find_segment_around(axis, point)
-        if found is not None and not split_segment(*found):
+        found = _find_segment_across_entry(axis, point)
+        if found is not None and not split_segment_before_entry(*found):
             return False
     return True
 
 
-def _find_segment_around(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
+def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
     """Find the segment with entries on both sides of `entry`, and the offset of `entry` in it; None at a boundary."""
     before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
@@ -230,7 +230,7 @@ def make_axis(size: int, blocked: bool = False) -> Axis:
     return ((Factor(size, blocked),),)
 
 
-def multiply_axes(axes: Sequence[Axis]) -> Axis | None:
+def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
     """Multiply axes into one product axis, outer first; return None if an inner axis has several segments.
 
     A product of factors cannot express a concatenation inside another index.

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.movement.sharded_tables import estimate_busiest_count
+from ...ops.movement.sharded_tables import estimate_busiest_device_entries
 from ..costs.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
-from .early_sums import find_early_sums
+from .early_sums import find_partial_sums_to_reduce_early
 from .factor_layouts import FactorShard
 from .propagation import LayoutConversion, ShardingAssignment
 
@@ -44,27 +44,29 @@ class AssignmentCost:
         """Estimate the time of one run; partial sums are reduced early where that costs no more."""
         times, compute = (
             self.node_multiplicity,
-            sum(self._compute_all_seconds_and_bytes(assignment)[: len(self.node_work)]),
+            sum(self._compute_node_seconds_and_leaf_bytes(assignment)[: len(self.node_work)]),
         )
         sent = [c for c in assignment.conversions if not c.needs_no_communication]
         seconds, count = (
-            sum(map(self._estimate_seconds_of_all_copies, sent)),
+            sum(map(self._estimate_conversion_seconds_of_all_layers, sent)),
             sum(times.get(c.value.node, 1) for c in sent),
         )
-        for one, sums in find_early_sums(assignment, self._estimate_seconds_of_all_copies):
-            seconds -= sum(map(self._estimate_seconds_of_all_copies, sums)) - self._estimate_seconds_of_all_copies(one)
+        for one, sums in find_partial_sums_to_reduce_early(assignment, self._estimate_conversion_seconds_of_all_layers):
+            seconds -= sum(
+                map(self._estimate_conversion_seconds_of_all_layers, sums)
+            ) - self._estimate_conversion_seconds_of_all_layers(one)
             count -= sum(times.get(c.value.node, 1) for c in sums) - times.get(one.value.node, 1)
         return Estimate(compute, seconds, count)
 
-    def _estimate_seconds_of_all_copies(self, conversion: LayoutConversion) -> float:
+    def _estimate_conversion_seconds_of_all_layers(self, conversion: LayoutConversion) -> float:
         """Estimate the seconds of a conversion's collective, for all original layers that its node stands for."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
         """Compute the bytes of weights and states on the device that stores most of them."""
-        return sum(self._compute_all_seconds_and_bytes(assignment)[len(self.node_work) :])
+        return sum(self._compute_node_seconds_and_leaf_bytes(assignment)[len(self.node_work) :])
 
-    def _compute_all_seconds_and_bytes(self, assignment: ShardingAssignment) -> list[float]:
+    def _compute_node_seconds_and_leaf_bytes(self, assignment: ShardingAssignment) -> list[float]:
         """Compute the seconds of each node, then the bytes of each weight and state, as one list.
 
         Costs of nodes that are as in the base assignment are taken from there.
@@ -73,7 +75,7 @@ class AssignmentCost:
         if base is None:
             return [self._compute_node_seconds_or_leaf_bytes(node, assignment) for node in self._item_positions]
         if id(base) not in self._cached_costs:
-            self._cached_costs[id(base)] = base, self._compute_all_seconds_and_bytes(base)
+            self._cached_costs[id(base)] = base, self._compute_node_seconds_and_leaf_bytes(base)
         each = list(self._cached_costs[id(base)][1])
         for node in assignment.recomputed_nodes:
             if (at := self._item_positions.get(node)) is not None:
@@ -99,13 +101,13 @@ class AssignmentCost:
             share = max_share = own / size if size else 1.0
             if (ids := assignment.index_operands.get(node)) is not None and ids.spec.size:
                 entries = ids.spec.size
-                busy = estimate_busiest_count(entries, own, size)
+                busy = estimate_busiest_device_entries(entries, own, size)
                 share, max_share = busy / entries, min(own, busy) / min(size, entries)
             wants, layouts = assignment.operand_layouts[node], assignment.produced_layouts
             read = [v for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, FactorShard)]
             uncut = read + [v for v in node.results if not isinstance(layouts[v], FactorShard)]
-            nbytes = _estimate_device_bytes(work.nbytes, uncut, max_share)
-            stored_bytes = _estimate_device_bytes(
+            nbytes = _estimate_bytes_accessed_per_device(work.nbytes, uncut, max_share)
+            stored_bytes = _estimate_bytes_accessed_per_device(
                 work.stored_bytes, [v for v in read if find_storage_node(v).op in STORED_LEAF_OPS], max_share
             )
             work = work._replace(flops=work.flops * share, nbytes=nbytes, stored_bytes=stored_bytes)
@@ -132,7 +134,7 @@ def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
-def _estimate_device_bytes(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
+def _estimate_bytes_accessed_per_device(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
     """Estimate the bytes that a device with a shard reads and writes.
 
     Args:

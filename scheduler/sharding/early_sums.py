@@ -16,7 +16,7 @@ from .factor_layouts import FactorLayout, FactorShard
 from .propagation import LayoutConversion, ShardingAssignment
 
 
-def find_early_sums(
+def find_partial_sums_to_reduce_early(
     assignment: ShardingAssignment,
     estimate_seconds: Callable[[LayoutConversion], float],
     row_factor: Factor | None = None,
@@ -38,11 +38,11 @@ def find_early_sums(
     for after in (REPLICATE, *(() if row_factor is None else (FactorShard(row_factor),))):
         sums = {c.value: c for c in assignment.conversions if c.source_layout.is_partial and c.target_layout == after}
         if len(sums) > 1:
-            found += _choose_early_sums(assignment, sums, after, estimate_seconds)
+            found += _choose_partial_sums_to_reduce_early(assignment, sums, after, estimate_seconds)
     return found
 
 
-def _choose_early_sums(
+def _choose_partial_sums_to_reduce_early(
     assignment: ShardingAssignment,
     sums: Mapping[Value, LayoutConversion],
     target_layout: FactorLayout,
@@ -56,7 +56,7 @@ def _choose_early_sums(
         target_layout: The layout after the sum, whole or scattered by rows.
         estimate_seconds: Returns the predicted seconds of the collective of a sum.
     """
-    below = _find_next_values(assignment, sums)
+    below = _find_next_values_on_paths_to_sums(assignment, sums)
     if not any(len(those) + (value in sums) > 1 for value, those in below.items()):
         return
     waiting = {value: len(those) for value, those in below.items()}
@@ -77,19 +77,21 @@ def _choose_early_sums(
             ready += [source] if not waiting[source] else []
 
 
-def _find_next_values(assignment: ShardingAssignment, sums: Iterable[Value]) -> dict[Value, list[Value]]:
+def _find_next_values_on_paths_to_sums(
+    assignment: ShardingAssignment, sums: Iterable[Value]
+) -> dict[Value, list[Value]]:
     """Find for each partial sum the values that are computed from it, on paths to one of `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
-        while value not in seen and (source := _find_partial_operand(assignment, value)) is not None:
+        while value not in seen and (source := _find_passed_on_partial_sum(assignment, value)) is not None:
             seen.add(value)
             below.setdefault(source, []).append(value)
             value = source
     return below
 
 
-def _find_partial_operand(assignment: ShardingAssignment, value: Value) -> Value | None:
+def _find_passed_on_partial_sum(assignment: ShardingAssignment, value: Value) -> Value | None:
     """Find the only partial sum that the node of `value` reads and passes on, or return None."""
     node = value.node
     if not assignment.node_layouts[node].is_partial:

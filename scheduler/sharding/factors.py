@@ -52,7 +52,7 @@ from .axes import (
     forbid_sharding,
     list_segments,
     make_axis,
-    multiply_axes,
+    multiply_axes_into_one,
     split_axis_at,
     unify_axes,
 )
@@ -84,9 +84,9 @@ class Factors:
         self._named_axes: list[tuple[Axis, str]] = []
         for node in graph.nodes:
             if node.is_leaf:
-                self._add_leaf(node)
+                self._create_leaf_axes(node)
             elif op_of(node).links is not None:
-                self._create_axes_by_links(node, op_of(node))
+                self._create_result_axes_by_links(node, op_of(node))
             else:
                 self._unify_axes_by_signature(node, op_of(node))
         for state, new in graph.updates.items():
@@ -100,7 +100,8 @@ class Factors:
             v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._final_segments.items()
         }
         self._factor_roles = {
-            node: _compute_roles(roles, self._index_axes[node], segments_of) for node, roles in self._roles.items()
+            node: _compute_factor_roles(roles, self._index_axes[node], segments_of)
+            for node, roles in self._roles.items()
         }
         words = [*self._named_axes, *self._lookup_axes.values()]
         self._factor_words = {f: word.replace("_", " ") for axis, word in words for s in segments_of(axis) for f in s}
@@ -128,7 +129,7 @@ class Factors:
 
     # ----------------------------------------------------------------------------------------------- building
 
-    def _add_leaf(self, node: Node) -> None:
+    def _create_leaf_axes(self, node: Node) -> None:
         """Create the axes of a leaf: one factor for each axis, and a blocked factor for each quantisation block."""
         spec = node.specs[0]
         axes = [make_axis(n) for n in spec.shape]
@@ -156,7 +157,7 @@ class Factors:
                 operand.dims, axes, source.shape[len(source.shape) - len(operand.dims) :], strict=True
             ):
                 if not (dim.may_be_one and size == 1):
-                    self._unify_dimension(dim, axis, named, sizes.by_name)
+                    self._unify_axis_with_dimension(dim, axis, named, sizes.by_name)
                     role = DimensionRole.COUPLED if set(dim.factors) & set(whole) else dim.role
                     if dim.index and node.attrs["total"]:
                         role = DimensionRole.COUPLED  # the operand is a part of a table already
@@ -171,7 +172,7 @@ class Factors:
         for name, size in sizes.by_name.items():
             named.setdefault(name, make_axis(size, blocked=True))  # of no operand, so a device could not know its range
         for result, value in zip(signature.results, node.results, strict=True):
-            own = tuple(self._build_product_axis(d, named, sizes.by_name) for d in result.dims)
+            own = tuple(self._build_axis_of_dimension(d, named, sizes.by_name) for d in result.dims)
             self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
             for axis, size in zip(self._axes[value], value.shape, strict=True):
                 assert sum(map(compute_product_size, list_segments(axis))) == size, (
@@ -192,16 +193,16 @@ class Factors:
         assert numbers is not None
         unify_axes(axis, self._lookup_axes.setdefault((numbers, size), (axis, dimension.factors[0]))[0])
 
-    def _unify_dimension(
+    def _unify_axis_with_dimension(
         self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> None:
         """Unify an axis with the axes of a signature dimension's names; the first axis with a name stands for it."""
         if len(dimension.factors) == 1 and dimension.factors[0] not in axis_by_name:
             axis_by_name[dimension.factors[0]] = axis
         else:
-            unify_axes(axis, self._build_product_axis(dimension, axis_by_name, size_by_name))
+            unify_axes(axis, self._build_axis_of_dimension(dimension, axis_by_name, size_by_name))
 
-    def _build_product_axis(
+    def _build_axis_of_dimension(
         self, dimension: Dimension, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> Axis:
         """Build the axis of a signature dimension such as ``(h d)``: the product of the axes of its names."""
@@ -209,7 +210,7 @@ class Factors:
             make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
             for f in dimension.factors
         ]
-        if (axis := multiply_axes(parts)) is not None:
+        if (axis := multiply_axes_into_one(parts)) is not None:
             return axis
         for part in parts:
             forbid_axis_sharding(part)
@@ -229,7 +230,7 @@ class Factors:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
             if operand.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED):
                 for a, b in zip(reversed(shared), reversed(mine), strict=False):
-                    self._unify_repeated_axis(a, b, operand.leading)
+                    self._unify_broadcast_axis(a, b, operand.leading)
         return shared
 
     def _unify_contracted_axes(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
@@ -244,7 +245,7 @@ class Factors:
         return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _unify_repeated_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
+    def _unify_broadcast_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
         """Unify an axis with a smaller axis that is broadcast over it; a new factor counts the repeats.
 
         Args:
@@ -257,7 +258,7 @@ class Factors:
             unify_axes(full_axis, repeated_axis)
         elif n > 1:
             ratio = make_axis(size // n)
-            axis = multiply_axes(
+            axis = multiply_axes_into_one(
                 [ratio, repeated_axis] if leading_axes is LeadingAxes.TILED else [repeated_axis, ratio]
             )
             if axis is None:
@@ -266,7 +267,7 @@ class Factors:
             else:
                 unify_axes(full_axis, axis)
 
-    def _create_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
+    def _create_result_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
         """Create the result axes of a view or a concatenation by the links between operand axes and result axes."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
@@ -277,13 +278,13 @@ class Factors:
             source = node.src[link.operand]
             assert source is not None
             linked |= {(link.operand, a) for a in link.source}
-            axis = self._multiply_operand_axes(source, link.source)
+            axis = self._build_product_of_operand_axes(source, link.source)
             if len(link.result) == 1:
                 axis = self._slice_axis(axis, link.start, result.shape[link.result[0]])
                 axis_parts.setdefault(link.result[0], []).append((link.start, axis))
             else:
                 axes_after = [make_axis(result.shape[a]) for a in link.result]
-                product = multiply_axes(axes_after)
+                product = multiply_axes_into_one(axes_after)
                 assert product is not None
                 unify_axes(product, axis)
                 for a, own in zip(link.result, axes_after, strict=True):
@@ -312,10 +313,10 @@ class Factors:
         ]
         self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
-    def _multiply_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
+    def _build_product_of_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
         """Build the product of several operand axes as one axis; a blocked new axis if they have no product."""
         axes = [self._axes[operand][a] for a in axis_numbers]
-        product = multiply_axes(axes)
+        product = multiply_axes_into_one(axes)
         if product is None:
             for axis in axes:
                 forbid_axis_sharding(axis)
@@ -346,7 +347,7 @@ class Factors:
                             forbid_sharding([factor])
 
 
-def _compute_roles(
+def _compute_factor_roles(
     axes_with_role: Sequence[tuple[DimensionRole, Axis]],
     index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],

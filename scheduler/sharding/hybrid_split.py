@@ -18,17 +18,17 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite_graph
-from ...ops.collectives import COLLECTIVES, find_collective_number, receive, send
+from ...ops.collectives import COLLECTIVES, find_collective_sequence_number, receive, send
 from ..costs.hardware import Hardware
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.device_plan import find_collective_groups
 from .factors import Factors
-from .layer_split import Placement, find_home_devices
-from .overlap_chunks import SINGLE_CHUNK, OverlapChunks, find_chunkable_token_factor, partition_in_chunks
+from .layer_split import Placement, find_devices_of_values_and_states
+from .overlap_chunks import SINGLE_CHUNK, OverlapChunks, find_chunkable_token_factor, partition_graph_in_token_chunks
 from .partitioner import PartitionedGraphs, keep_unused_collectives, make_unused_name, partition_graph
 from .pins import Pins, pin_changed_leaf_layouts
 from .propagation import ShardingAssignment
-from .search.greedy_search import assign_shard_ranges, factors_from_positions, list_factor_positions
+from .search.greedy_search import assign_shard_ranges, factors_from_positions, list_one_position_per_factor
 from .sequence_parallel import SequenceParallelChooser
 
 ShardedFactors = frozenset[tuple[str, int, int, int]]
@@ -131,7 +131,9 @@ def partition_hybrid(
             graph, stages, groups, sharded_factors, proportions, hardware, whole, earlier_layouts, chunks
         )
         if partitioner.conflicting_leaves <= whole:
-            return HybridGraphs(partitioner.build(), partitioner.sharded_factors, partitioner.has_chunks)
+            return HybridGraphs(
+                partitioner.build_partitioned_graphs(), partitioner.sharded_factors, partitioner.has_chunks
+            )
         whole |= partitioner.conflicting_leaves
 
 
@@ -149,7 +151,7 @@ def split_into_stages(
     Raises:
         PlanError: A value would have to go back to an earlier stage.
     """
-    home, node_names, stages = find_home_devices(graph, stage_by_node), assign_names(graph), len(groups)
+    home, node_names, stages = find_devices_of_values_and_states(graph, stage_by_node), assign_names(graph), len(groups)
     for state in graph.states:
         if (layout := earlier_layouts.get(state.node.name)) is not None and not _is_stored_in_group(
             layout, groups[home[state]]
@@ -241,7 +243,10 @@ class _HybridPartitioner:
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
         own = [self.proportions[d] for d in group]
         shares = assign_shard_ranges(
-            graph, factors, list_factor_positions(graph, factors, chosen, {}), own if sum(own) else [1.0] * len(group)
+            graph,
+            factors,
+            list_one_position_per_factor(graph, factors, chosen, {}),
+            own if sum(own) else [1.0] * len(group),
         )
         replicated_values = {graph.outputs[name] for name in stage.output_values}
         stored, earlier = [*graph.weights, *graph.states], self.earlier_layouts or {}
@@ -265,7 +270,7 @@ class _HybridPartitioner:
             )
             known, pins = pins, pin_changed_leaf_layouts(pins, graph, part.leaves, before)
             if pins == known:
-                self.sharded_factors |= list_factor_positions(graph, factors, chosen, part.leaves)
+                self.sharded_factors |= list_one_position_per_factor(graph, factors, chosen, part.leaves)
                 break
         if (tokens := find_chunkable_token_factor(sequence_options.replicated_assignment, factors)) is not None:
             of: ShardingAssignment | None = sequence_options.replicated_assignment
@@ -275,7 +280,7 @@ class _HybridPartitioner:
             if (count := self.chunks.chunk_count) > 1:
                 of, first = of or sequence_options.replicated_assignment, self.next_sequence_number
                 part = (
-                    partition_in_chunks(
+                    partition_graph_in_token_chunks(
                         graph,
                         factors,
                         of,
@@ -287,7 +292,9 @@ class _HybridPartitioner:
                     )
                     or part
                 )
-        collective_numbers = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
+        collective_numbers = (
+            find_collective_sequence_number(node.op, node.attrs) for own in part.graphs for node in own.nodes
+        )
         self.next_sequence_number = max(
             (number + 1 for number in collective_numbers if number is not None), default=self.next_sequence_number
         )
@@ -334,14 +341,14 @@ class _HybridPartitioner:
         ]
         return Shard(axis, tuple(runs))
 
-    def build(self) -> PartitionedGraphs:
+    def build_partitioned_graphs(self) -> PartitionedGraphs:
         """Build the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
             output_values = self.stages[number].output_values
             for place, device in enumerate(group):
-                graphs[device] = self._add_messages(device, part.graphs[place], output_values)
+                graphs[device] = self._add_stage_messages(device, part.graphs[place], output_values)
             for name in part.outputs.keys() - output_values.keys():
                 layout = part.outputs[name]
                 if isinstance(layout, Shard):
@@ -354,7 +361,7 @@ class _HybridPartitioner:
         ordered = {name: outputs[name] for name in self.graph.outputs}
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
-    def _add_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
+    def _add_stage_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
         """Add the messages of a device to its graph: receives replace stage inputs, and sends follow stage outputs."""
         received = self.received_messages[device]
 

@@ -35,7 +35,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
         excluded_nodes: Nodes with weights and states that do not count, because pins place them.
     """
     nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
-    return _split_by_load(graph, nodes, _compute_new_bytes(nodes, excluded_nodes), proportions)
+    return _split_nodes_by_load(graph, nodes, _compute_first_read_leaf_bytes(nodes, excluded_nodes), proportions)
 
 
 def compute_balanced_proportions(
@@ -53,17 +53,17 @@ def compute_balanced_proportions(
     """
     nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
     stored_bytes, seconds = (
-        _compute_new_bytes(nodes),
+        _compute_first_read_leaf_bytes(nodes),
         [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],
     )
-    where = _split_by_load(graph, nodes, seconds, [1.0] * device_count)
+    where = _split_nodes_by_load(graph, nodes, seconds, [1.0] * device_count)
     sums = [0.0] * device_count
     for node, nbytes in zip(nodes, stored_bytes, strict=True):
         sums[where[node]] += nbytes
     return tuple(sums)
 
 
-def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = ()) -> list[float]:
+def _compute_first_read_leaf_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = ()) -> list[float]:
     """Compute for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
     new_bytes = []
@@ -74,7 +74,7 @@ def _compute_new_bytes(nodes: Sequence[Node], excluded_nodes: Container[Node] = 
     return new_bytes
 
 
-def _split_by_load(
+def _split_nodes_by_load(
     graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
 ) -> Placement:
     """Split consecutive nodes over devices so that each device has about its proportion of a load.
@@ -92,7 +92,10 @@ def _split_by_load(
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
     cumulative_loads = list(accumulate(loads))
-    total, crossing = cumulative_loads[-1] if cumulative_loads else 0, _compute_crossing_bytes(graph, nodes)
+    total, crossing = (
+        cumulative_loads[-1] if cumulative_loads else 0,
+        _compute_bytes_crossing_each_split_point(graph, nodes),
+    )
     ends: list[int] = []
     ideal_load = 0.0
     for share, following in pairwise(shares):
@@ -122,7 +125,7 @@ def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> 
     return placement
 
 
-def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
+def _compute_bytes_crossing_each_split_point(graph: Graph, nodes: Sequence[Node]) -> list[int]:
     """Compute for each point between two nodes the bytes that cross it: live values, and states in use."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
@@ -142,7 +145,7 @@ def _compute_crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> list[int]:
     return list(accumulate(change))
 
 
-def find_home_devices(graph: Graph, placement: Placement) -> dict[Value, int]:
+def find_devices_of_values_and_states(graph: Graph, placement: Placement) -> dict[Value, int]:
     """Find the device of each computed value and of each state, for a placement of nodes.
 
     A state is on the device that computes its new value, or else on the device that first reads it.
@@ -193,7 +196,7 @@ def emit_placed_graphs(
         fixed_layouts: Devices of weights and states from an earlier plan, which stay.
         order: The nodes that compute, in order; by default by the number of messages before each.
     """
-    home = find_home_devices(graph, placement)
+    home = find_devices_of_values_and_states(graph, placement)
     home.update({value: layout.devices[0] for value, layout in fixed_layouts.items()})
     emitter = _PlacedEmitter(graph, placement, home, device_count, fixed_layouts, order)
     leaves: dict[str, Layout] = {}
@@ -203,7 +206,7 @@ def emit_placed_graphs(
         leaves[leaf.name] = fixed_layouts.get(leaf.results[0]) or (
             Local(devices_by_op[leaf.op]) if leaf.op in devices_by_op else REPLICATE
         )
-    outputs: dict[str, Layout] = {name: Local((emitter.device_of(v),)) for name, v in graph.outputs.items()}
+    outputs: dict[str, Layout] = {name: Local((emitter.find_device_of_value(v),)) for name, v in graph.outputs.items()}
     return PartitionedGraphs(emitter.build_graphs(), tuple(emitter.source_nodes), leaves, outputs)
 
 
@@ -246,9 +249,9 @@ class _PlacedEmitter:
             self._find_or_receive_value(home_devices[state], state)
             self._find_or_receive_value(home_devices[state], new)
         for value in graph.outputs.values():
-            self._find_or_receive_value(self.device_of(value), value)
+            self._find_or_receive_value(self.find_device_of_value(value), value)
 
-    def device_of(self, value: Value) -> int:
+    def find_device_of_value(self, value: Value) -> int:
         """Find the device that has a value at the end of a run."""
         return self.home_devices.get(value, 0)
 
@@ -287,7 +290,7 @@ class _PlacedEmitter:
             outputs = {
                 name: self.local_values[device, v]
                 for name, v in self.graph.outputs.items()
-                if self.device_of(v) == device
+                if self.find_device_of_value(v) == device
             }
             updates = {
                 self.local_values[device, state]: self.local_values[device, new]

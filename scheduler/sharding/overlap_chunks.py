@@ -26,12 +26,12 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import concat, op_of, slice_
-from ...ops.collectives import find_collective_number
+from ...ops.collectives import find_collective_sequence_number
 from .axes import Factor
 from .factors import Factors
 from .partitioner import PartitionedGraphs, partition_graph
 from .propagation import ShardingAssignment
-from .sequence_parallel import list_row_factors
+from .sequence_parallel import list_shardable_row_factors
 from .shard_ranges import ShardRanges, merge_ranges
 
 CHUNK_COUNTS = (2, 4)
@@ -48,7 +48,7 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
     """
     rows = [
         f
-        for f in list_row_factors(assignment, factors, CHUNK_COUNTS[0])
+        for f in list_shardable_row_factors(assignment, factors, CHUNK_COUNTS[0])
         if f.size >= CHUNK_COUNTS[0] * MIN_CHUNK_TOKENS
     ]
     return max(rows, key=lambda f: f.size, default=None)
@@ -70,7 +70,7 @@ SINGLE_CHUNK = OverlapChunks(1)
 """All tokens in one chunk."""
 
 
-def partition_in_chunks(
+def partition_graph_in_token_chunks(
     graph: Graph,
     factors: Factors,
     assignment: ShardingAssignment,
@@ -101,7 +101,7 @@ def partition_in_chunks(
         if token_factor in assignment.sharded_factors
         else ()
     )
-    return split_into_chunks(
+    return split_graphs_into_token_chunks(
         partition_graph(
             graph,
             factors,
@@ -117,7 +117,7 @@ def partition_in_chunks(
     )
 
 
-def split_into_chunks(
+def split_graphs_into_token_chunks(
     partitioned_graphs: PartitionedGraphs,
     factors: Factors,
     token_factor: Factor,
@@ -141,7 +141,7 @@ def split_into_chunks(
     ):
         if graph not in parts:
             parts[graph] = _ChunkedGraph(
-                graph, origins, factors, _TokenRanges(device, token_factor, chunk_count, token_ranges)
+                graph, origins, factors, _ChunkTokenRanges(device, token_factor, chunk_count, token_ranges)
             )
     if not all(own.can_be_chunked() for own in parts.values()):
         return None
@@ -152,11 +152,11 @@ def split_into_chunks(
         (collective_counts[number] for number in sorted(collective_counts)), initial=min(collective_counts, default=0)
     )
     numbers = dict(zip(sorted(collective_counts), starts, strict=False))
-    chunked_graphs = {graph: own.build_graph(numbers) for graph, own in parts.items()}
+    chunked_graphs = {graph: own.build_chunked_graph(numbers) for graph, own in parts.items()}
     return replace(partitioned_graphs, graphs=tuple(chunked_graphs[graph] for graph in partitioned_graphs.graphs))
 
 
-class _TokenRanges:
+class _ChunkTokenRanges:
     """The token range of each chunk; with sharded tokens also the range of each chunk on each device.
 
     `chunk_bounds` has the first token and the end of each chunk.
@@ -205,7 +205,7 @@ class _ChunkedGraph:
     """A device graph while it is split into token chunks: for each value its chunks, the whole value, or both."""
 
     def __init__(
-        self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _TokenRanges
+        self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _ChunkTokenRanges
     ) -> None:
         self.graph, self.origins, self.factors, self.token_ranges = graph, source_nodes, factors, token_ranges
         self.token_factor, self.chunk_count = token_ranges.token_factor, token_ranges.chunk_count
@@ -214,7 +214,7 @@ class _ChunkedGraph:
         self.sharded_values: set[Value] = set()  # values with the tokens of this device only
         self.per_token_nodes = {node for node in graph.nodes if self._is_per_token(node)}
         self.chunked_nodes = self._find_chunked_nodes()
-        numbers = ((find_collective_number(node.op, node.attrs), node) for node in graph.nodes)
+        numbers = ((find_collective_sequence_number(node.op, node.attrs), node) for node in graph.nodes)
         self.collective_counts = {
             n: self.chunk_count if node in self.chunked_nodes else 1 for n, node in numbers if n is not None
         }
@@ -231,7 +231,7 @@ class _ChunkedGraph:
             if value in self.sharded_values
         )
 
-    def build_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
+    def build_chunked_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
         """Build the graph with chunks of tokens in place of whole values.
 
         Args:
@@ -240,11 +240,11 @@ class _ChunkedGraph:
         self.sequence_numbers = first_chunk_numbers
         for node in self.graph.nodes:
             if node in self.chunked_nodes:
-                chunk_nodes = [self._build_node(node, n) for n in range(self.chunk_count)]
+                chunk_nodes = [self._build_whole_or_chunk_node(node, n) for n in range(self.chunk_count)]
                 for value, *its in zip(node.results, *(one.results for one in chunk_nodes), strict=True):
                     self.chunk_values[value] = its
             else:
-                self.whole_values |= zip(node.results, self._build_node(node).results, strict=True)
+                self.whole_values |= zip(node.results, self._build_whole_or_chunk_node(node).results, strict=True)
         outputs = {name: self._join_chunks(value) for name, value in self.graph.outputs.items()}
         return Graph(
             outputs, {self._join_chunks(old): self._join_chunks(new) for old, new in self.graph.updates.items()}
@@ -257,7 +257,7 @@ class _ChunkedGraph:
         their place, qualifies too.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
-            return self._is_token_conversion(node, node.inputs[0])
+            return self._is_chunkable_conversion(node, node.inputs[0])
         if node.is_leaf or (origin := self.origins.get(node)) is None:
             return False
         uses = self.factors.roles_of(origin)
@@ -282,7 +282,7 @@ class _ChunkedGraph:
         self.sharded_values |= {*node.results} if is_sharded else set()
         return True
 
-    def _is_token_conversion(self, node: Node, token_value: Value) -> bool:
+    def _is_chunkable_conversion(self, node: Node, token_value: Value) -> bool:
         """Return whether a layout conversion can be split into token chunks, and store the token axis of its result.
 
         The conversion sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
@@ -292,7 +292,7 @@ class _ChunkedGraph:
         local_range = next(iter(runs[self.token_ranges.device]), (0, 0)) if runs else None
         deals = {
             "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
-            "slice": (axis, local_range) == (node.attrs.get("axis"), _find_slice_range(node.attrs)),
+            "slice": (axis, local_range) == (node.attrs.get("axis"), _find_static_slice_range(node.attrs)),
         }
         gathers = node.op == "all_gather" and is_sharded and axis == node.attrs["axis"]
         if gathers or node.op in ("all_reduce", "fill") or (not is_sharded and deals.get(node.op)):
@@ -343,24 +343,24 @@ class _ChunkedGraph:
                     stack += [s.node for s in node.inputs]
         return found
 
-    def _build_node(self, node: Node, chunk_number: int | None = None) -> Node:
+    def _build_whole_or_chunk_node(self, node: Node, chunk_number: int | None = None) -> Node:
         """Build a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
         src = [
             None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
             for s in node.src
         ]
         attrs, name = dict(node.attrs), node.name
-        if (sequence := find_collective_number(node.op, node.attrs)) is not None:
+        if (sequence := find_collective_sequence_number(node.op, node.attrs)) is not None:
             attrs["sequence"] = self.sequence_numbers[sequence] + (chunk_number or 0)
         if chunk_number is not None:
-            attrs |= self._localise_attributes(node, chunk_number)
+            attrs |= self._localise_attributes_to_chunk(node, chunk_number)
             kind = ".zero" if node.op == "fill" and node not in self.origins else ""
             name = name and f"{name.removesuffix(kind)}.chunk.{chunk_number}{kind}"
         if attrs == node.attrs and src == [*node.src]:
             return node
         return op_of(node).build_node(src, attrs, name)
 
-    def _localise_attributes(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
+    def _localise_attributes_to_chunk(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
         """Return the attributes of a node for one chunk: shapes and token ranges fit the tokens of the chunk."""
         result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[chunk_number]
         if node.op in ("reduce_scatter", "all_gather"):
@@ -394,7 +394,7 @@ class _ChunkedGraph:
         return self.whole_values[value]
 
 
-def _find_slice_range(attrs: Attrs) -> tuple[int, int] | None:
+def _find_static_slice_range(attrs: Attrs) -> tuple[int, int] | None:
     """Find the range (offset, length) of a slice from its attributes; None if a bound is not a number."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

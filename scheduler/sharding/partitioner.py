@@ -63,19 +63,19 @@ def partition_graph(
         name: REPLICATE if v in replicated_outputs else _choose_output_layout(assignment.produced_layouts[v])
         for name, v in graph.outputs.items()
     }
-    outputs = {name: layouts.layout_of(v, ends[name]) for name, v in graph.outputs.items()}
+    outputs = {name: layouts.compute_layout_of_value(v, ends[name]) for name, v in graph.outputs.items()}
     emitted: dict[Hashable, tuple[Graph, Mapping[Node, Node]]] = {}
-    for key in (keys := [_build_device_key(d, assignment, shard_ranges) for d in range(len(shard_ranges))]):
+    for key in (keys := [_make_equal_device_graph_key(d, assignment, shard_ranges) for d in range(len(shard_ranges))]):
         if key not in emitted:
             device = _DeviceEmitter(keys.index(key), layouts)
             emitted[key] = device.emit_graph(graph, ends), device.source_nodes
     graphs = tuple(emitted[key][0] for key in keys)
     leaves = {
-        n.name: layouts.layout_of(n.results[0], assignment.produced_layouts[n.results[0]])
+        n.name: layouts.compute_layout_of_value(n.results[0], assignment.produced_layouts[n.results[0]])
         for n in graph.nodes
         if n.is_leaf
     }
-    leaves.update(_find_unread_replicas(graph, graphs, leaves, assignment.fixed_leaves))
+    leaves.update(_narrow_replicas_to_reading_devices(graph, graphs, leaves, assignment.fixed_leaves))
     return PartitionedGraphs(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
 
@@ -84,7 +84,7 @@ def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
     return REPLICATE if layout.is_partial else layout
 
 
-def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
+def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
     """Make a key that devices with equal graphs share.
 
     Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
@@ -101,7 +101,7 @@ def _build_device_key(device: int, assignment: ShardingAssignment, shard_ranges:
     )
 
 
-def _find_unread_replicas(
+def _narrow_replicas_to_reading_devices(
     graph: Graph, graphs: Sequence[Graph], leaf_layouts: Mapping[str, Layout], fixed_values: Container[Value]
 ) -> dict[str, Layout]:
     """Narrow replicated weights and states, because of pins, to the devices that read them; return the new layouts."""
@@ -148,7 +148,7 @@ class _ValueInLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _NodeTemplate:
+class _DeviceIndependentNode:
     """The part of a node that is equal on all devices: op, attributes, and operands with their layouts."""
 
     op: Op[Any]
@@ -187,11 +187,11 @@ class _LayoutTable:
         self._cached_forms: dict[tuple[Value, FactorLayout], _ValueInLayout] = {}
         self._cached_shapes: dict[_ValueInLayout, tuple[tuple[int, ...], ...]] = {}
         self.produced_forms = {
-            value: self.intern_value_form(value, state) for value, state in assignment.produced_layouts.items()
+            value: self.intern_value_in_layout(value, state) for value, state in assignment.produced_layouts.items()
         }
-        self.node_templates = {node: self._build_template(node) for node in graph.nodes if not node.is_leaf}
+        self.node_templates = {node: self._build_node_template(node) for node in graph.nodes if not node.is_leaf}
 
-    def intern_value_form(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
+    def intern_value_in_layout(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
         """Return the interned pair of a value and a layout: equal pairs are one object.
 
         A local value is complete on its device. A partial sum gets the layout in which its node produces it.
@@ -202,22 +202,22 @@ class _LayoutTable:
             factor_layout = self.assignment.produced_layouts[value]
         return self._cached_forms.setdefault((value, factor_layout), _ValueInLayout(value, factor_layout))
 
-    def _build_template(self, node: Node) -> _NodeTemplate:
+    def _build_node_template(self, node: Node) -> _DeviceIndependentNode:
         """Build the device-independent part of a node: its op, attributes, and operands with their layouts."""
         declared, wants = op_of(node), iter(self.assignment.operand_layouts[node])
-        reads = tuple([None if s is None else self.intern_value_form(s, next(wants)) for s in node.src])
-        return _NodeTemplate(declared, declared.normalise_attributes(node.attrs), reads)
+        reads = tuple([None if s is None else self.intern_value_in_layout(s, next(wants)) for s in node.src])
+        return _DeviceIndependentNode(declared, declared.normalise_attributes(node.attrs), reads)
 
-    def shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
+    def compute_shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
         """Compute the shape of a value's part on a device."""
         if form not in self._cached_shapes:
-            layout = self.layout_of(form.value, form.layout)
+            layout = self.compute_layout_of_value(form.value, form.layout)
             self._cached_shapes[form] = tuple(
                 compute_local_shape(form.value.shape, layout, d) for d in range(len(self.shard_ranges))
             )
         return self._cached_shapes[form][device]
 
-    def layout_of(self, value: Value, factor_layout: FactorLayout) -> Layout:
+    def compute_layout_of_value(self, value: Value, factor_layout: FactorLayout) -> Layout:
         """Compute the layout of a value from its factor layout: index ranges of each device replace factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
@@ -226,10 +226,10 @@ class _LayoutTable:
         if not isinstance(factor_layout, FactorShard):
             return PARTIAL if factor_layout.is_partial else REPLICATE
         if (value, factor_layout.factor) not in self._cached_shards:  # cached, as every device asks at every use
-            self._cached_shards[value, factor_layout.factor] = self._build_shard(value, factor_layout.factor)
+            self._cached_shards[value, factor_layout.factor] = self._build_shard_layout(value, factor_layout.factor)
         return self._cached_shards[value, factor_layout.factor]
 
-    def _build_shard(self, value: Value, factor: Factor) -> Shard:
+    def _build_shard_layout(self, value: Value, factor: Factor) -> Shard:
         """Build the layout of a value that `factor` shards: the sharded axis, and the axis entries of each device."""
         for axis, segments in enumerate(self.factors.axes_of(value)):
             if any(factor in s for s in segments):
@@ -261,11 +261,11 @@ class _DeviceEmitter:
             by = assignment.produced_layouts[node.results[0]] if node.is_leaf else assignment.node_layouts[node]
             if self._is_on_other_device(by):
                 for source in node.inputs:
-                    self._join_collective_for_other_device(source)
+                    self._emit_collective_for_reader_on_other_device(source)
             elif node.is_leaf:
-                self._store_and_send_value(node.results[0], self._emit_leaf(node))
+                self._store_and_send_value(node.results[0], self._emit_local_leaf(node))
             else:
-                for value, new in zip(node.results, self._emit_node(node), strict=True):
+                for value, new in zip(node.results, self._emit_local_node(node), strict=True):
                     self._store_and_send_value(value, new)
         updated = {
             old: new
@@ -274,15 +274,15 @@ class _DeviceEmitter:
         }
         for old, new in graph.updates.items():
             if old not in updated:
-                self._join_collective_for_other_device(new)
+                self._emit_collective_for_reader_on_other_device(new)
         outputs = {
-            name: self._find_or_convert_value(layouts.intern_value_form(v, output_layouts[name]))
+            name: self._find_or_convert_value(layouts.intern_value_in_layout(v, output_layouts[name]))
             for name, v in graph.outputs.items()
             if not self._is_on_other_device(output_layouts[name])
         }
         updates = {
             self._find_or_convert_value(layouts.produced_forms[old]): self._find_or_convert_value(
-                layouts.intern_value_form(new, assignment.produced_layouts[old])
+                layouts.intern_value_in_layout(new, assignment.produced_layouts[old])
             )
             for old, new in updated.items()
         }
@@ -299,11 +299,11 @@ class _DeviceEmitter:
         """Return whether only other devices have a value with this layout."""
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
-    def _join_collective_for_other_device(self, operand: Value) -> None:
+    def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:
         """Emit this device's part of the collective that makes an operand whole for a node of another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
-            self._convert_to_replicated(operand)
+            self._find_or_emit_replicated_value(operand)
 
     def _store_and_send_value(self, value: Value, local_value: Value) -> None:
         """Store the local part of a value; if only this device has the value, send it to all devices that read it."""
@@ -315,21 +315,21 @@ class _DeviceEmitter:
                     send(local_value, to=to, sequence=number, name=f"{self.layouts.node_names[value.node]}.to.{to}")
                 )
 
-    def _emit_leaf(self, node: Node) -> Value:
+    def _emit_local_leaf(self, node: Node) -> Value:
         """Emit a leaf with the shape of the device's part."""
         value = node.results[0]
-        shape = self.layouts.shape_on_device(self.layouts.produced_forms[value], self.device_number)
+        shape = self.layouts.compute_shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
 
-    def _emit_node(self, node: Node) -> Sequence[Value]:
+    def _emit_local_node(self, node: Node) -> Sequence[Value]:
         """Emit a node on the device's parts of its operands, and return the results."""
         layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.node_templates[node]
         src = [None if form is None else self._find_or_convert_value(form) for form in work.operand_forms]
         results, attrs, by = node.results, work.attrs, assignment.node_layouts[node]
         if work.op.localise is not None and isinstance(assignment.produced_layouts[results[0]], FactorShard):
             first, want = node.inputs[0], assignment.operand_layouts[node][0]
-            count = partial(self._count_local_entries, layouts.layout_of(first, want))
-            shape = layouts.shape_on_device(layouts.produced_forms[results[0]], self.device_number)
+            count = partial(self._count_local_entries, layouts.compute_layout_of_value(first, want))
+            shape = layouts.compute_shape_on_device(layouts.produced_forms[results[0]], self.device_number)
             attrs = {**attrs, **work.op.localise(attrs, shape, count)}
         if isinstance(by, FactorShard) and by.factor is layouts.factors.roles_of(node).indexed_factor:
             low, _ = layouts.shard_ranges.ranges_of(by.factor)[self.device_number]
@@ -338,7 +338,7 @@ class _DeviceEmitter:
         self.source_nodes[built] = node
         new_values = built.results
         for value, new in zip(results, new_values, strict=True):
-            assert new.shape == layouts.shape_on_device(layouts.produced_forms[value], self.device_number), (
+            assert new.shape == layouts.compute_shape_on_device(layouts.produced_forms[value], self.device_number), (
                 f"{node!r} on {self.device_number} gave {new!r}"
             )
         return new_values
@@ -356,25 +356,25 @@ class _DeviceEmitter:
     def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
         """Find a value in a layout, or emit the conversion at the first call."""
         if (there := self.local_values.get(form)) is None:
-            there = self.local_values[form] = self._convert_to_layout(form.value, form.layout)
+            there = self.local_values[form] = self._emit_layout_conversion(form.value, form.layout)
         return there
 
-    def _convert_to_replicated(self, value: Value) -> Value:
+    def _find_or_emit_replicated_value(self, value: Value) -> Value:
         """Find the whole value, or emit its conversion to `Replicate`."""
-        return self._find_or_convert_value(self.layouts.intern_value_form(value, REPLICATE))
+        return self._find_or_convert_value(self.layouts.intern_value_in_layout(value, REPLICATE))
 
-    def _convert_to_layout(self, value: Value, target_layout: FactorLayout) -> Value:
+    def _emit_layout_conversion(self, value: Value, target_layout: FactorLayout) -> Value:
         """Emit the conversion of a value to a layout in which the device does not have the value yet."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)
         if len(find_conversion_path(source_layout, target_layout)) > 1:
-            self._convert_to_replicated(value)
-        if source_layout is REPLICATE or self.layouts.intern_value_form(value, REPLICATE) in self.local_values:
+            self._find_or_emit_replicated_value(value)
+        if source_layout is REPLICATE or self.layouts.intern_value_in_layout(value, REPLICATE) in self.local_values:
             return (
                 self._emit_partial_on_first_device(value)
                 if target_layout is PARTIAL
-                else self._emit_slices(value, target_layout)
+                else self._emit_shard_from_slices(value, target_layout)
             )
         new = self._emit_collective(value, source_layout, target_layout)
         self.collective_values.append(new)
@@ -392,7 +392,10 @@ class _DeviceEmitter:
         """Emit the collective that converts a value from one layout to another, such as an all-gather."""
         mine = self.local_values[self.layouts.produced_forms[value]]
         number, label = self.layouts.sequence_numbers[value, target_layout], self.layouts.node_names[value.node]
-        before, after = self.layouts.layout_of(value, source_layout), self.layouts.layout_of(value, target_layout)
+        before, after = (
+            self.layouts.compute_layout_of_value(value, source_layout),
+            self.layouts.compute_layout_of_value(value, target_layout),
+        )
         if source_layout.is_partial and target_layout is REPLICATE:
             return all_reduce(mine, sequence=number, name=f"{label}.sum")
         if isinstance(before, Shard) and target_layout is REPLICATE:
@@ -411,11 +414,11 @@ class _DeviceEmitter:
             mine, old_axis=before.axis, old_runs=before.index_ranges, **shard_attributes, name=f"{label}.recut"
         )
 
-    def _emit_slices(self, value: Value, target_layout: FactorLayout) -> Value:
+    def _emit_shard_from_slices(self, value: Value, target_layout: FactorLayout) -> Value:
         """Emit the device's shard of a whole value, as a concatenation of slices."""
-        layout = self.layouts.layout_of(value, target_layout)
+        layout = self.layouts.compute_layout_of_value(value, target_layout)
         assert isinstance(layout, Shard)
-        whole = self._convert_to_replicated(value)
+        whole = self._find_or_emit_replicated_value(value)
         name = f"{self.layouts.node_names[value.node]}.share"
         slices = [
             slice_(whole, axis=layout.axis, start=offset, stop=offset + n, name=name)
@@ -428,7 +431,7 @@ class _DeviceEmitter:
 
     def _emit_partial_on_first_device(self, value: Value) -> Value:
         """Emit a whole value as a partial sum: device 0 has the value, all others have zeros."""
-        whole = self._convert_to_replicated(value)
+        whole = self._find_or_emit_replicated_value(value)
         return (
             whole
             if self.device_number == 0

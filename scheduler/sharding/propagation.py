@@ -98,12 +98,12 @@ class ShardingAssignment:
     recomputed_nodes: tuple[Node, ...] = ()
 
 
-def list_operands(node: Node) -> list[tuple[str, Value]]:
+def list_present_operands_by_name(node: Node) -> list[tuple[str, Value]]:
     """List the operands that a node has, each with its name."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
-def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
+def find_table_lookup_operands(node: Node) -> tuple[str, Value, Sequence[str]]:
     """Find the operands of a table lookup: the table, the row numbers, and operands that are added to the rows.
 
     Returns:
@@ -114,7 +114,7 @@ def find_indexed_operand(node: Node) -> tuple[str, Value, Sequence[str]]:
     assert looked_up is not None
     table, dim = looked_up
     joint = next(j for j in (k.split("+") for k in declared.linear_operands(node.attrs)) if table.name in j)
-    return table.name, dict(list_operands(node))[dim.index], joint
+    return table.name, dict(list_present_operands_by_name(node))[dim.index], joint
 
 
 def propagate_layouts(
@@ -233,7 +233,7 @@ class LayoutPropagation:
         cuts: list[Factor] = []
         if node.op in ("weight", "state"):
             self.stored_values.add(value)
-            cuts = self._list_chosen_factors(value)
+            cuts = self._list_chosen_factors_of_value(value)
         is_sharded = (
             cuts
             and value not in self.replicated_weights
@@ -241,7 +241,7 @@ class LayoutPropagation:
         )
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
-    def _list_chosen_factors(self, value: Value) -> list[Factor]:
+    def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
         """List the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
@@ -258,8 +258,8 @@ class LayoutPropagation:
         if (pin := self.pins.nodes.get(node)) is not None:
             by = Local((pin.device,))
             wants, results = (by,) * len(node.inputs), (by,) * len(node.specs)
-        elif (factor := self._choose_factor(node)) is None:
-            wants, by = self._choose_unsharded_layouts(node)
+        elif (factor := self._choose_factor_for_node(node)) is None:
+            wants, by = self._choose_layouts_without_factor(node)
             if by is REPLICATE and self.row_factor is not None and self._can_scatter_rows(node, self.row_factor):
                 by = FactorShard(self.row_factor)
                 wants = tuple(by if self.row_factor in self.factors.factors_of(s) else REPLICATE for s in node.inputs)
@@ -278,7 +278,7 @@ class LayoutPropagation:
         if op_of(node).is_view and node.inputs[0] in self.stored_values and not isinstance(by, Local):
             self.stored_values.add(node.results[0])
 
-    def _choose_factor(self, node: Node) -> Factor | None:
+    def _choose_factor_for_node(self, node: Node) -> Factor | None:
         """Choose the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
@@ -286,12 +286,16 @@ class LayoutPropagation:
             if isinstance(layout, FactorShard):
                 candidates[layout.factor] = None
             elif self._is_weight_or_state(source):
-                candidates |= dict.fromkeys(self._list_chosen_factors(source))
+                candidates |= dict.fromkeys(self._list_chosen_factors_of_value(source))
         if not candidates:
             return None
         uses = self.factors.roles_of(node)
         legal = [f for f in candidates if f not in uses.coupled_factors and self._can_shard_node(node, f, uses)]
-        return max(legal, key=lambda f: (f is not self.row_factor, self._count_operand_bytes(node, f)), default=None)
+        return max(
+            legal,
+            key=lambda f: (f is not self.row_factor, self._count_bytes_of_operands_with_factor(node, f)),
+            default=None,
+        )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
         """Return whether a reduce-scatter can scatter a partial sum that `node` reads by `row_factor` (rule 6)."""
@@ -307,7 +311,7 @@ class LayoutPropagation:
             for s in node.inputs
             if self.assignment.produced_layouts[s].is_partial and row_factor in self.factors.factors_of(s)
         )
-        return any(not self._exists_in_layout(s, REPLICATE) for s in sums)
+        return any(not self._is_converted_to_layout(s, REPLICATE) for s in sums)
 
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
         """Return whether `factor` can shard `node`.
@@ -317,9 +321,9 @@ class LayoutPropagation:
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
         if factor is roles.indexed_factor:
-            table, _, joint = find_indexed_operand(node)
-            others = [s for n, s in list_operands(node) if n != table]
-            summed = [s for n, s in list_operands(node) if n in joint and n != table]
+            table, _, joint = find_table_lookup_operands(node)
+            others = [s for n, s in list_present_operands_by_name(node) if n != table]
+            summed = [s for n, s in list_present_operands_by_name(node) if n in joint and n != table]
             alone = not any(has) and not any(factor in self.factors.factors_of(s) for s in others)
             return alone and not any(isinstance(self.assignment.produced_layouts[s], FactorShard) for s in summed)
         if any(has) or factor not in roles.contracted_factors or len(has) > 1:
@@ -327,7 +331,7 @@ class LayoutPropagation:
         axes = [axis for s in node.inputs for axis in self.factors.axes_of(s)]
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
-    def _count_operand_bytes(self, node: Node, factor: Factor) -> int:
+    def _count_bytes_of_operands_with_factor(self, node: Node, factor: Factor) -> int:
         """Count the bytes of those operands of `node` that have `factor` as an index."""
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
@@ -336,16 +340,16 @@ class LayoutPropagation:
 
         Each device looks up the rows of its shard. Operands that are added to the rows are read as partial sums.
         """
-        table, ids, joint = find_indexed_operand(node)
+        table, ids, joint = find_table_lookup_operands(node)
         self.assignment.index_operands[node] = ids
         routed = RoutedPartial(factor, ids)
         wants: list[FactorLayout] = []
-        result_layout: FactorLayout = routed if self._keeps_routing(node, ids, routed) else PARTIAL
-        for name, source in list_operands(node):
+        result_layout: FactorLayout = routed if self._is_result_routed_like_operand(node, ids, routed) else PARTIAL
+        for name, source in list_present_operands_by_name(node):
             state = self.assignment.produced_layouts[source]
             if name == table:
                 wants.append(FactorShard(factor))
-            elif state == routed and self._keeps_routing(node, source, routed):
+            elif state == routed and self._is_result_routed_like_operand(node, source, routed):
                 wants.append(routed)
             elif name in joint:
                 wants.append(state if state.is_partial else PARTIAL)
@@ -355,20 +359,20 @@ class LayoutPropagation:
         return tuple(wants), result_layout
 
     @staticmethod
-    def _keeps_routing(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
+    def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
         """Return whether a routed partial sum in `operand` gives a result that the same row numbers route."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
-    def _choose_unsharded_layouts(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
+    def _choose_layouts_without_factor(self, node: Node) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
         """Choose the operand layouts and the result layout of a node that no factor shards (rules 5 and 7).
 
         Partial sums stay if the op is linear in them, all their users pass them on, and the results are not larger.
         """
-        layouts, named = self.assignment.produced_layouts, list_operands(node)
-        partial = {s for s in node.inputs if layouts[s].is_partial and not self._exists_in_layout(s, REPLICATE)}
+        layouts, named = self.assignment.produced_layouts, list_present_operands_by_name(node)
+        partial = {s for s in node.inputs if layouts[s].is_partial and not self._is_converted_to_layout(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
         if not partial or not all(
             self._can_read_partial_sum(user, s) for s in partial for user in self.users_of_value[s]
@@ -376,7 +380,7 @@ class LayoutPropagation:
             return whole, REPLICATE
         if max(v.spec.nbytes for v in node.results) > max(s.spec.nbytes for s in partial):
             return whole, REPLICATE
-        if (routed := self._find_common_routing(node, partial)) is not None:
+        if (routed := self._find_common_routed_layout(node, partial)) is not None:
             return tuple(routed if s in partial else REPLICATE for _, s in named), routed
         for joint in op_of(node).linear_operands(node.attrs):
             together = joint.split("+")
@@ -385,16 +389,16 @@ class LayoutPropagation:
                 return tuple(partial_layouts[s] if n in together else REPLICATE for n, s in named), PARTIAL
         return whole, REPLICATE
 
-    def _find_common_routing(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
+    def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
         """Find the routed layout that all partial operands share, if zeros in all of them give zeros; else None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
             or not isinstance(routed, RoutedPartial)
-            or not all(self._keeps_routing(node, s, routed) for s in partial_operands)
+            or not all(self._is_result_routed_like_operand(node, s, routed) for s in partial_operands)
         ):
             return None
-        names = {n for n, s in list_operands(node) if s in partial_operands}
+        names = {n for n, s in list_present_operands_by_name(node) if s in partial_operands}
         return (
             routed
             if any(names >= set(j.split("+")) for j in op_of(node).zero_preserving_operands(node.attrs))
@@ -407,32 +411,32 @@ class LayoutPropagation:
             return False
         declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
         passing = declared.linear_operands(reader_node.attrs)
-        if isinstance(layout, RoutedPartial) and self._keeps_routing(reader_node, value, layout):
+        if isinstance(layout, RoutedPartial) and self._is_result_routed_like_operand(reader_node, value, layout):
             if (
                 layout.factor is self.factors.roles_of(reader_node).indexed_factor
-                and find_indexed_operand(reader_node)[1] == layout.index_operand
+                and find_table_lookup_operands(reader_node)[1] == layout.index_operand
             ):
                 return value not in self.final_values
             passing = declared.zero_preserving_operands(reader_node.attrs)
         names = {n for joint in passing for n in joint.split("+")}
-        places = [n for n, s in list_operands(reader_node) if s == value]
+        places = [n for n, s in list_present_operands_by_name(reader_node) if s == value]
         others = [s for s in reader_node.inputs if s != value]
-        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors(s) for s in others)
+        has_sharded_operand = any(self._is_weight_or_state(s) and self._list_chosen_factors_of_value(s) for s in others)
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
     def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
         """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`, unless they exist."""
         source_layout = self.assignment.produced_layouts[value]
-        if not find_conversion_path(source_layout, target_layout) or self._exists_in_layout(value, target_layout):
+        if not find_conversion_path(source_layout, target_layout) or self._is_converted_to_layout(value, target_layout):
             return
-        if self._exists_in_layout(value, REPLICATE):
+        if self._is_converted_to_layout(value, REPLICATE):
             source_layout = REPLICATE
         for state in find_conversion_path(source_layout, target_layout):
-            if not self._exists_in_layout(value, state):
+            if not self._is_converted_to_layout(value, state):
                 self._record_conversion(LayoutConversion(value, source_layout, state, reader_node))
             source_layout = state
 
-    def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
+    def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether an earlier conversion converts `value` to this layout."""
         return (value, layout) in self.converted_layouts
 

@@ -17,7 +17,7 @@ from ..costs.hardware import Hardware
 from ..ir.layout import REPLICATE
 from .axes import Factor
 from .cost import AssignmentCost, choose_conversion_collective
-from .early_sums import find_early_sums
+from .early_sums import find_partial_sums_to_reduce_early
 from .factors import Factors
 from .pins import Pins
 from .propagation import LayoutConversion, ShardingAssignment, propagate_layouts
@@ -46,14 +46,14 @@ class SequenceParallelChooser:
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
         """The assignment in which every device computes all rows after a sum over devices."""
-        return self._propagate_with_early_sums()
+        return self._propagate_and_reduce_sums_early()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
         """Choose the fastest assignment: sharded rows where they are predicted to be faster, otherwise replicated rows.
 
         Sharded rows must save at least the share `MIN_GAIN` of the time.
         """
-        if not (candidates := list_row_factors(self.replicated_assignment, self.factors, self.device_count)):
+        if not (candidates := list_shardable_row_factors(self.replicated_assignment, self.factors, self.device_count)):
             return self.replicated_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
         best, best_seconds = (
@@ -61,7 +61,7 @@ class SequenceParallelChooser:
             costs.estimate_run_time(self.replicated_assignment).total * (1 - MIN_GAIN),
         )
         for rows in candidates:
-            assignment = self._propagate_with_early_sums(rows)
+            assignment = self._propagate_and_reduce_sums_early(rows)
             if (seconds := costs.estimate_run_time(assignment).total) < best_seconds:
                 best, best_seconds = assignment, seconds
         return best
@@ -76,13 +76,13 @@ class SequenceParallelChooser:
             min_saving_seconds: The seconds of kernels that sharded rows must save, at least.
         """
         assignment, costs = (
-            self._propagate_with_early_sums(row_factor),
+            self._propagate_and_reduce_sums_early(row_factor),
             AssignmentCost(self.graph, self.device_count, self.hardware),
         )
         before, after = costs.estimate_run_time(self.replicated_assignment), costs.estimate_run_time(assignment)
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
-    def _propagate_with_early_sums(self, row_factor: Factor | None = None) -> ShardingAssignment:
+    def _propagate_and_reduce_sums_early(self, row_factor: Factor | None = None) -> ShardingAssignment:
         """Propagate layouts, with partial sums reduced early where that costs no more.
 
         Args:
@@ -93,7 +93,10 @@ class SequenceParallelChooser:
             assignment = propagate_layouts(
                 self.graph, self.factors, self.chosen_factors, self.pins, self.replicated_values, row_factor, early
             )
-            found = {c.value for c, _ in find_early_sums(assignment, self._estimate_collective_seconds, row_factor)}
+            found = {
+                c.value
+                for c, _ in find_partial_sums_to_reduce_early(assignment, self._estimate_collective_seconds, row_factor)
+            }
             if found <= early:
                 return assignment
             early |= found
@@ -105,7 +108,7 @@ class SequenceParallelChooser:
         ).seconds
 
 
-def list_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
+def list_shardable_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
     """List the row factors that sequence parallelism may shard: row indices of sums over devices that end whole.
 
     Args:

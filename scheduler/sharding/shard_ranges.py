@@ -126,7 +126,7 @@ class ShardRanges:
     def ranges_of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
         """Return for each device its range of indices of a factor, as a pair (first index, end index)."""
         if factor not in self._assigned_ranges:
-            grain = self._choose_granularity(factor.size)
+            grain = self._choose_row_granularity(factor.size)
             size, remainders = (
                 factor.size // grain,
                 self._rounding_remainders.setdefault(factor.size, [0.0] * len(self)),
@@ -154,7 +154,7 @@ class ShardRanges:
             self._assigned_ranges.setdefault(factor, ranges_by_device)
         self.ranges_of(factor)
 
-    def _choose_granularity(self, factor_size: int) -> int:
+    def _choose_row_granularity(self, factor_size: int) -> int:
         """Choose the granularity in which a factor's indices are divided: `ROW_GRANULARITY`, or 1 for small factors."""
         return (
             ROW_GRANULARITY

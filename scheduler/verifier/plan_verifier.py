@@ -30,14 +30,14 @@ from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .memory.program_verifier import find_program_faults
 from .memory.rollback_verifier import list_save_and_restore_nodes
-from .program_equality import is_equal_to_proven_program, make_equality_candidate_key
-from .record_checks import find_leaf_faults, find_record_faults
+from .program_equality import is_equal_to_proven_program, make_program_comparison_key
+from .record_checks import find_device_leaf_faults, find_plan_field_faults
 from .repeats.carried_values import CarriedValueTrace
 from .repeats.induction import (
-    find_name_faults,
-    find_repeated_graph_faults,
-    find_repetition_faults,
+    find_device_node_name_faults,
+    find_repetition_order_faults,
     find_shortened_graph,
+    find_shortened_graph_faults,
     make_short_plan,
 )
 from .values.device_values import ValueTrace
@@ -59,19 +59,19 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
     """
     of = find_shortened_graph(plan)
     if of is None:
-        yield from _find_faults_of_unrepeated_plan(plan, ValueTrace)
+        yield from _find_plan_faults_by_instruction(plan, ValueTrace)
         return
-    if complaints := [*find_record_faults(plan)] or [*find_repeated_graph_faults(plan, of)]:
+    if complaints := [*find_plan_field_faults(plan)] or [*find_shortened_graph_faults(plan, of)]:
         yield from complaints
         return  # the proof of the short plan holds for the long plan only without these faults
     short = make_short_plan(plan, of)
-    complaints = [*find_name_faults(short, of)] or [
-        *_find_faults_of_unrepeated_plan(short, partial(CarriedValueTrace, shortened=of))
+    complaints = [*find_device_node_name_faults(short, of)] or [
+        *_find_plan_faults_by_instruction(short, partial(CarriedValueTrace, shortened=of))
     ]
-    yield from complaints or find_repetition_faults(short, of)
+    yield from complaints or find_repetition_order_faults(short, of)
 
 
-def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
+def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
     """Yield all faults of a plan by a check of each instruction, without use of repeated layers.
 
     Args:
@@ -80,7 +80,7 @@ def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueT
             facts.
     """
     sound = True
-    for why in find_record_faults(plan):
+    for why in find_plan_field_faults(plan):
         sound = False
         yield why
     seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
@@ -89,7 +89,7 @@ def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueT
     for number, device_plan in enumerate(plan.lanes):
         key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
         if key not in seen:
-            complaints = list(_find_device_program_faults(device_plan, proven))
+            complaints = list(_find_unproven_device_program_faults(device_plan, proven))
             added = [] if complaints else list(list_save_and_restore_nodes(device_plan.graph, device_plan.program))
             seen[key] = complaints, [*filter(_is_computation, device_plan.graph.nodes), *added]
         complaints, nodes = seen[key]
@@ -110,7 +110,7 @@ def _find_faults_of_unrepeated_plan(plan: Plan, make_trace: Callable[..., ValueT
         sound = False
         yield why
     if sound:  # with a fault, the programs do not run the graphs
-        complaints = list(find_leaf_faults(plan))
+        complaints = list(find_device_leaf_faults(plan))
         yield from complaints or _PlanCheck(plan, make_trace).find_faults()
 
 
@@ -119,7 +119,7 @@ def _is_computation(node: Node) -> bool:
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
-def _find_device_program_faults(
+def _find_unproven_device_program_faults(
     device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
 ) -> Iterator[str]:
     """Yield the faults of a device's graph and program, unless an equal graph and program is proven already.
@@ -138,7 +138,7 @@ def _find_device_program_faults(
     key = (
         type(device_plan.backend),
         device_plan.backend.name,
-        make_equality_candidate_key(device_plan.graph, device_plan.program),
+        make_program_comparison_key(device_plan.graph, device_plan.program),
     )
     others = proven_device_plans.setdefault(key, [])
     if not any(
@@ -199,11 +199,11 @@ class _PlanCheck:
         for why in faults or (
             *self._find_output_faults(trace),
             *self._find_update_faults(trace),
-            *self._find_placement_faults(trace),
+            *self._find_pinned_node_faults(trace),
         ):
             yield why + trace.search_limit_note
 
-    def _find_placement_faults(self, trace: ValueTrace) -> Iterator[str]:
+    def _find_pinned_node_faults(self, trace: ValueTrace) -> Iterator[str]:
         """Yield pinned nodes that another device than the pinned one computes, or that no device computes.
 
         Nodes with the same value number may run on the device of either.
@@ -375,7 +375,7 @@ class _PlanCheck:
             subject: The subject of the message, such as ``output 'y'``.
         """
         facts = trace.find_facts(device, device_value)
-        if not any(self.numbering.is_complete_fact_of(h, graph_value, expected_entries) for h in facts):
+        if not any(self.numbering.is_fact_of_complete_entries(h, graph_value, expected_entries) for h in facts):
             number = self.numbering.number_by_value[graph_value]
             others = [
                 "a partial sum that no all-reduce completes"

@@ -21,7 +21,7 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel before the collective depends on."""
 
 
-def make_equality_candidate_key(graph: Graph, program: Program) -> Hashable:
+def make_program_comparison_key(graph: Graph, program: Program) -> Hashable:
     """Return a dictionary key for the comparison of programs: equal programs share the key.
 
     Programs with equal keys are only candidates; `is_equal_to_proven_program` compares them.
@@ -43,9 +43,9 @@ def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Gra
         _is_equal_node(a, b, here, there) for a, b in zip(graph.nodes, proven_graph.nodes, strict=True)
     ):
         return False
-    if _locate_values(graph.roots(), here) != _locate_values(proven_graph.roots(), there) or len(graph.outputs) != len(
-        proven_graph.outputs
-    ):
+    if _list_value_positions(graph.roots(), here) != _list_value_positions(proven_graph.roots(), there) or len(
+        graph.outputs
+    ) != len(proven_graph.outputs):
         return False
     leaves = {b.name: a.name for a, b in zip(graph.nodes, proven_graph.nodes, strict=True) if b.is_leaf}
     outputs = dict(zip(proven_graph.outputs, graph.outputs, strict=True))
@@ -87,7 +87,7 @@ def _is_equal_node(
         or _remove_communication_attrs(node.attrs) != _remove_communication_attrs(proven_node.attrs)
     ):
         return False
-    return _locate_values(node.src, positions) == _locate_values(proven_node.src, proven_positions)
+    return _list_value_positions(node.src, positions) == _list_value_positions(proven_node.src, proven_positions)
 
 
 def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
@@ -95,7 +95,7 @@ def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
     return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 
-def _locate_values(
+def _list_value_positions(
     values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
 ) -> list[tuple[int, int] | None]:
     """Return each value's position as (position of its node in the graph, result number); None if missing."""

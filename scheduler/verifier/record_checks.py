@@ -17,7 +17,7 @@ from ..ir.execution_plan import Plan
 from ..ir.layout import Layout, Local, Replicate, Shard
 
 
-def find_record_faults(plan: Plan) -> Iterator[str]:
+def find_plan_field_faults(plan: Plan) -> Iterator[str]:
     """Yield the faults of a plan's fields, as text; the graphs and programs of devices have other checks."""
     try:
         verify(plan.graph)
@@ -29,7 +29,7 @@ def find_record_faults(plan: Plan) -> Iterator[str]:
         yield "its layouts are for other leaves than the graph has"
     if plan.outputs.keys() != plan.graph.outputs.keys():
         yield "its layouts are for other outputs than the graph has"
-    yield from _find_sharding_faults(plan)
+    yield from _find_sharded_axis_faults(plan)
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
     if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one per device, none negative, one above zero"
@@ -75,7 +75,7 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
             yield f"device {number} is {device_plan.device}, but {device_plan.backend.name} names it {own}"
 
 
-def find_leaf_faults(plan: Plan) -> Iterator[str]:
+def find_device_leaf_faults(plan: Plan) -> Iterator[str]:
     """Yield faults of leaves on devices: unknown names, and other ops, dtypes or layouts than in the user's graph.
 
     The caller has checked graphs and layouts.
@@ -98,7 +98,7 @@ def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
-def _find_sharding_faults(plan: Plan) -> Iterator[str]:
+def _find_sharded_axis_faults(plan: Plan) -> Iterator[str]:
     """Yield faults of sharded axes: axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for sharded_factor in plan.cuts:

@@ -43,7 +43,7 @@ class Delta:
     index: int = 0
 
 
-class JsonSpan:
+class JsonValueScanner:
     """Finds the end of one JSON value in a text that arrives in pieces."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class JsonSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class ParserOptions:
+class AnswerParserOptions:
     """The parts that the text of an answer may have.
 
     - `has_thoughts`: whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
@@ -98,11 +98,11 @@ class ParserOptions:
 class AnswerParser:
     """An incremental parser that splits the text of one answer into deltas."""
 
-    def __init__(self, options: ParserOptions) -> None:
+    def __init__(self, options: AnswerParserOptions) -> None:
         self.call_count = 0
         """Complete tool calls."""
         self._options, self._begun_calls, self._pending, self._is_call = options, 0, "", options.is_call
-        self._span: JsonSpan | None = None
+        self._span: JsonValueScanner | None = None
         self._mode = "call" if options.is_call else "thought" if options.opens_thought else "begin"
         self._may_think = options.has_thoughts
         self._stripped = SPACE if options.opens_thought else ""
@@ -118,7 +118,7 @@ class AnswerParser:
         deltas = list(self._parse())
         rest, self._pending = self._pending, ""
         if self._mode == "call" and self._span is None:
-            deltas += self._read_whole_call(rest)
+            deltas += self._parse_complete_call(rest)
         elif self._mode in ("begin", "content", "thought") and rest:
             deltas.append(Delta("reasoning" if self._mode == "thought" else "content", rest))
         return merge_deltas(deltas)
@@ -143,7 +143,7 @@ class AnswerParser:
 
     def _parse_thought(self) -> Iterator[Delta]:
         self._pending = self._pending.lstrip(self._stripped) if self._stripped else self._pending
-        thought, marker = self._take_text(CLOSE_THOUGHT)
+        thought, marker = self._take_text_before(CLOSE_THOUGHT)
         if marker:
             thought = thought.rstrip()
         else:  # white space at the end may be the end of the thought
@@ -163,7 +163,7 @@ class AnswerParser:
             text, marker = self._pending, ""
             self._pending = ""
         else:  # white space before a call has no meaning
-            whole, marker = self._take_text(OPEN_CALL)
+            whole, marker = self._take_text_before(OPEN_CALL)
             text = whole.rstrip()
             self._pending = self._pending if marker else whole[len(text) :] + self._pending
         if text:
@@ -180,14 +180,14 @@ class AnswerParser:
                 if self._pending.startswith('"'):  # the arguments are JSON within a text
                     self._pending = head[0] + self._pending
                 else:
-                    self._span = JsonSpan()
+                    self._span = JsonValueScanner()
                     yield Delta("call", json.loads(head[1], strict=False), self._begun_calls)
                     self._begun_calls += 1
             if self._span is None:
                 if not self._is_call and CLOSE_CALL in self._pending:
                     whole, _, self._pending = self._pending.partition(CLOSE_CALL)
                     self._mode, self._stripped = "content", SPACE
-                    yield from self._read_whole_call(whole)
+                    yield from self._parse_complete_call(whole)
                 return
         if not self._span.is_complete:
             count = self._span.feed(self._pending)
@@ -202,13 +202,13 @@ class AnswerParser:
                 self._pending = self._pending.partition(CLOSE_CALL)[2]
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
-    def _read_whole_call(self, text: str) -> list[Delta]:
+    def _parse_complete_call(self, text: str) -> list[Delta]:
         """Return the deltas of a complete tool call in another form, or of the text if it is no tool call."""
         try:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            name, arguments = self._read_xml_call(text)
+            name, arguments = self._parse_xml_call(text)
         if not isinstance(name, str):
             if self._is_call:
                 return [Delta("content", text)] if text else []
@@ -218,7 +218,7 @@ class AnswerParser:
         whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return [Delta("call", name, index), Delta("arguments", whole, index)]
 
-    def _read_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
+    def _parse_xml_call(self, text: str) -> tuple[str | None, dict[str, object]]:
         """Return the name and the arguments of a tool call of Qwen3-Coder, or None if the text has another form.
 
         Values are parsed as JSON unless the parameter is a string.
@@ -233,7 +233,7 @@ class AnswerParser:
                     arguments[name] = json.loads(value)
         return call[1], arguments
 
-    def _take_text(self, marker: str) -> tuple[str, str]:
+    def _take_text_before(self, marker: str) -> tuple[str, str]:
         """Remove and return the pending text before `marker`, and the marker if it is complete.
 
         A beginning of the marker at the end of the text stays pending.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...frontends.gguf.chat import choose_chat_format
 from ...frontends.gguf.tokenization.tokenizer import Tokenizer
 from ...graph.lazy_dataclass import dataclass
-from ..errors import refuse
+from ..errors import make_bad_request_error
 from .schemas import ChatBody, Objects, TemplateBody
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -65,20 +65,20 @@ def render_messages(
         ModelError: There is no template, or it refuses the messages.
     """
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    all_variables = {**describe_date(), **(variables or {}), **effort, **body.chat_template_kwargs}
+    all_variables = {**make_date_variables(), **(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
     format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
     if tools and "tools" not in format.template:
-        raise refuse("the chat template of this model does not use tools; leave them out", "tools")
-    messages = [read_message(message, i, format.template) for i, message in enumerate(body.messages)]
-    prefix = _take_prefix(body, messages)
+        raise make_bad_request_error("the chat template of this model does not use tools; leave them out", "tools")
+    messages = [normalise_message(message, i, format.template) for i, message in enumerate(body.messages)]
+    prefix = _take_answer_prefix(body, messages)
     begins_answer = {"add_generation_prompt": body.add_generation_prompt is not False or prefix is not None}
     format = replace(format, variables={**begins_answer, **format.variables})
     text = format.render(messages, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
     return ChatPrompt(text + (prefix or ""), format.template, prefix is not None)
 
 
-def describe_date() -> dict[str, object]:
+def make_date_variables() -> dict[str, object]:
     """Make the template variables with today's date, as llama-server does."""
     today = datetime.date.today()
     month = MONTHS[today.month - 1]  # strftime would use the language of the machine
@@ -88,28 +88,32 @@ def describe_date() -> dict[str, object]:
     }
 
 
-def _take_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]]) -> str | None:
+def _take_answer_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]]) -> str | None:
     """Remove a last message of the assistant, and return its text as the beginning of the answer.
 
     llama-server has the same rule. ``continue_final_message: false`` keeps the message as a complete one.
     """
     is_answer = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     if body.continue_final_message and not is_answer:
-        raise refuse("the last message is not a text of the assistant", "continue_final_message")
+        raise make_bad_request_error("the last message is not a text of the assistant", "continue_final_message")
     if not is_answer or body.continue_final_message is False:
         return None
     if body.continue_final_message and body.add_generation_prompt:
-        raise refuse("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+        raise make_bad_request_error(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
     if body.add_generation_prompt is False and not body.continue_final_message:
         return None
     if len(messages) == 1:
-        raise refuse("the only message is an answer of the assistant; give a message before it", "messages")
+        raise make_bad_request_error(
+            "the only message is an answer of the assistant; give a message before it", "messages"
+        )
     if messages[-2]["role"] == "assistant":
-        raise refuse("the last two messages are of the assistant; join them", "messages")
+        raise make_bad_request_error("the last two messages are of the assistant; join them", "messages")
     return str(messages.pop()["content"])
 
 
-def read_message(message: Mapping[str, object], index: int, template: str) -> dict[str, object]:
+def normalise_message(message: Mapping[str, object], index: int, template: str) -> dict[str, object]:
     """Normalise a message to the form that the chat template expects.
 
     - Text parts are joined by line breaks.
@@ -122,15 +126,15 @@ def read_message(message: Mapping[str, object], index: int, template: str) -> di
     where = f"messages[{index}]"
     role = message.get("role")
     if role not in ROLES:
-        raise refuse(f"{where}.role is {role!a:.40}; need one of {', '.join(ROLES)}", "messages")
+        raise make_bad_request_error(f"{where}.role is {role!a:.40}; need one of {', '.join(ROLES)}", "messages")
     if role == "developer" and "developer" not in template:
         role = "system"
     calls = message.get("tool_calls")
     if calls is not None and (not isinstance(calls, list) or role != "assistant"):
-        raise refuse(f"{where}.tool_calls: need a list, in a message of the assistant", "messages")
+        raise make_bad_request_error(f"{where}.tool_calls: need a list, in a message of the assistant", "messages")
     content = message.get("content")
     if content is None and role != "assistant":
-        raise refuse(f"{where}.content is missing", "messages")
+        raise make_bad_request_error(f"{where}.content is missing", "messages")
     read = {**message, "role": role, "content": "" if content is None else join_content(content, where)}
     if calls:
         keeps_text = "arguments is string" in template
@@ -149,15 +153,17 @@ def join_content(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise refuse(f"{where}.content: need a text or a list of text parts", "messages")
+        raise make_bad_request_error(f"{where}.content: need a text or a list of text parts", "messages")
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text"):
-            raise refuse(f"{where}.content[{i}] has type {kind!a:.40}; this model reads text alone", "messages")
+            raise make_bad_request_error(
+                f"{where}.content[{i}] has type {kind!a:.40}; this model reads text alone", "messages"
+            )
         if not isinstance(text, str):
-            raise refuse(f"{where}.content[{i}].text is missing", "messages")
+            raise make_bad_request_error(f"{where}.content[{i}].text is missing", "messages")
         texts.append(text)
     return "\n".join(texts)
 
@@ -165,11 +171,11 @@ def join_content(content: object, where: str) -> str:
 def _read_call(call: object, where: str, keeps_text: bool) -> Objects:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refuse(f"{where}: need an object with function.name", "messages")
+        raise make_bad_request_error(f"{where}: need an object with function.name", "messages")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str) and not keeps_text:
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError:
-            raise refuse(f"{where}.function.arguments are not JSON", "messages") from None
+            raise make_bad_request_error(f"{where}.function.arguments are not JSON", "messages") from None
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

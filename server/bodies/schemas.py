@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..errors import refuse
+from ..errors import make_bad_request_error
 
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 16, 256
 MAX_CHOICES = 16
@@ -162,7 +162,7 @@ class TemplateBody(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
 
 
-class TextBody(SamplingBody, kw_only=True):
+class TextCompletionBody(SamplingBody, kw_only=True):
     """The body of ``POST /v1/completions`` of OpenAI."""
 
     prompt: Prompt
@@ -174,7 +174,7 @@ class TextBody(SamplingBody, kw_only=True):
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
 
 
-class CompletionBody(SamplingBody, kw_only=True):
+class NativeCompletionBody(SamplingBody, kw_only=True):
     """The body of ``POST /completion`` of llama-server."""
 
     prompt: Prompt
@@ -306,11 +306,11 @@ def parse_json_object(data: bytes) -> dict[str, object]:
     try:
         body = msgspec.json.decode(data)
     except RecursionError:
-        raise refuse("the body is nested too deeply") from None
+        raise make_bad_request_error("the body is nested too deeply") from None
     except ValueError as error:
-        raise refuse(f"the body is not JSON: {error}") from None
+        raise make_bad_request_error(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise refuse("the body is not a JSON object")
+        raise make_bad_request_error("the body is not a JSON object")
     return body
 
 
@@ -326,16 +326,16 @@ def decode_body(data: bytes, body_type: type[Body]) -> tuple[Body, tuple[str, ..
     for name in body.keys() - known:
         if is_neutral := NEUTRAL_VALUES.get(name):
             if not is_neutral(body[name]):
-                raise refuse(f"{name} is not supported; leave it out", name)
+                raise make_bad_request_error(f"{name} is not supported; leave it out", name)
         elif name in DEPENDENT_FIELDS or name in HARMLESS_FIELDS:
             ignored.append(name)
         else:
-            raise refuse(f"there is no field {name!a:.80} here; leave it out", name[:80])
+            raise make_bad_request_error(f"there is no field {name!a:.80} here; leave it out", name[:80])
     try:
         return msgspec.convert({name: body[name] for name in known & body.keys()}, body_type), tuple(sorted(ignored))
     except RecursionError:
-        raise refuse("the body is nested too deeply") from None
+        raise make_bad_request_error("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$")
         param = path.strip("`.").partition("[")[0].partition(".")[0] or None
-        raise refuse(f"{path.strip('`.') or 'the body'}: {reason}", param) from None
+        raise make_bad_request_error(f"{path.strip('`.') or 'the body'}: {reason}", param) from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..errors import refuse
+from ..errors import make_bad_request_error
 from .schemas import FunctionBody, NamedTool, Objects, ToolBody
 
 TOOL_CHOICES = ("none", "auto", "required")
@@ -25,9 +25,9 @@ def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
         try:
             read = msgspec.convert({name: value for name, value in tool.items() if value is not None}, ToolBody)
         except msgspec.ValidationError as error:
-            raise refuse(f"tools[{i}]: {error}", "tools") from None
+            raise make_bad_request_error(f"tools[{i}]: {error}", "tools") from None
         if read.type != "function":
-            raise refuse(f"tools[{i}].type is {read.type!a:.40}; need function", "tools")
+            raise make_bad_request_error(f"tools[{i}].type is {read.type!a:.40}; need function", "tools")
         functions.append(read.function)
     return functions
 
@@ -41,16 +41,20 @@ def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> 
     if isinstance(choice, NamedTool):
         named = [function for function in functions if function.name == choice.function.name]
         if not named:
-            raise refuse(f"tool_choice names {choice.function.name!a:.80}, which is no tool", "tool_choice")
+            raise make_bad_request_error(
+                f"tool_choice names {choice.function.name!a:.80}, which is no tool", "tool_choice"
+            )
         return "required", named[:1]
     if choice not in TOOL_CHOICES:
-        raise refuse(f"tool_choice is {choice!a:.40}; need one of {', '.join(TOOL_CHOICES)}", "tool_choice")
+        raise make_bad_request_error(
+            f"tool_choice is {choice!a:.40}; need one of {', '.join(TOOL_CHOICES)}", "tool_choice"
+        )
     if choice == "required" and not functions:
-        raise refuse("tool_choice is required, but there are no tools", "tool_choice")
+        raise make_bad_request_error("tool_choice is required, but there are no tools", "tool_choice")
     return (choice, list(functions)) if functions else ("none", [])
 
 
-def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
+def build_tool_call_schema(functions: Sequence[FunctionBody]) -> Objects:
     """Build the JSON schema of a tool call ``{"name": ..., "arguments": {...}}`` for any of the functions.
 
     The definitions of all parameters move to the root, because references begin there.
@@ -58,7 +62,7 @@ def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
     definitions: Objects = {}
     calls = []
     for i, function in enumerate(functions):
-        parameters = _move_definitions(function.parameters or {"type": "object"}, f"tool{i}_", definitions)
+        parameters = _move_schema_definitions(function.parameters or {"type": "object"}, f"tool{i}_", definitions)
         calls.append(
             {
                 "type": "object",
@@ -71,7 +75,7 @@ def build_call_schema(functions: Sequence[FunctionBody]) -> Objects:
     return {**schema, "$defs": definitions} if definitions else schema
 
 
-def _move_definitions(schema: Objects, prefix: str, definitions: Objects) -> Objects:
+def _move_schema_definitions(schema: Objects, prefix: str, definitions: Objects) -> Objects:
     """Move the definitions of a JSON schema to `definitions` with prefixed names, and return the rest of the schema."""
     for keyword in DEFINITIONS:
         moved = schema.get(keyword)
@@ -100,7 +104,7 @@ def _rename_references(schema: object, prefix: str) -> object:
     return renamed
 
 
-def list_text_parameters(functions: Sequence[FunctionBody]) -> Mapping[str, frozenset[str]]:
+def list_string_parameters(functions: Sequence[FunctionBody]) -> Mapping[str, frozenset[str]]:
     """Return the names of the string parameters of each function, by function name."""
     found = {}
     for function in functions:

@@ -20,11 +20,11 @@ from ...frontends.serving.requests import TokenEvent
 from ..bodies.answers import Delta
 from ..bodies.messages import join_content
 from ..bodies.schemas import BelowOne, ChatBody, Objects, Share, ShortText, StopTexts, Temperature
-from ..errors import ApiError, refuse
+from ..errors import ApiError, make_bad_request_error
 from ..requests import make_id
-from ..responses import JsonResponse, add_ignored, format_event, read_body, respond
-from ..state import ServingState, state_of
-from ..streams import Finish, Progress, TextUpdate, Update
+from ..responses import JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..state import ServingState, get_serving_state
+from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -66,15 +66,15 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
 async def create_message(request: Request) -> Response:
     """Handle ``POST /v1/messages``: answer a chat, as one JSON object or as a stream."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, MessagesBody)
     if body.max_tokens is None:
-        raise refuse("max_tokens is missing", "max_tokens")
+        raise make_bad_request_error("max_tokens is missing", "max_tokens")
     chat = await prepare_chat(state, convert_to_chat(body), "msg_")
-    add_ignored(headers, chat.ignored)
-    add_ignored(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
-    answer = MessageAnswer(state, chat)
+    add_ignored_fields(headers, chat.ignored)
+    add_ignored_fields(headers, ["thinking.budget_tokens"] if "budget_tokens" in body.thinking else [])
+    answer = MessageAnswerFormatter(state, chat)
     stream = state.submit(chat.requests, tuple(filter(None, body.stop_sequences)), shows_markers=True)
     return await respond(
         state,
@@ -90,7 +90,7 @@ async def create_message(request: Request) -> Response:
 
 async def count_message_tokens(request: Request) -> Response:
     """Handle ``POST /v1/messages/count_tokens``: return the token count of a chat."""
-    state = state_of(request)
+    state = get_serving_state(request)
     body, headers = await read_body(request, MessagesBody)
     chat = convert_to_chat(body)
     prompt = await state.builder.render_chat(chat, uses_tools=chat.tool_choice != "none")
@@ -115,11 +115,13 @@ def convert_to_chat(body: MessagesBody) -> ChatBody:
     variables = dict(body.chat_template_kwargs)
     if (thinking := body.thinking.get("type")) is not None:
         if thinking not in THINKING_TYPES:
-            raise refuse(f"thinking.type is {thinking!a:.40}; need one of {', '.join(THINKING_TYPES)}", "thinking")
+            raise make_bad_request_error(
+                f"thinking.type is {thinking!a:.40}; need one of {', '.join(THINKING_TYPES)}", "thinking"
+            )
         variables.setdefault("enable_thinking", thinking != "disabled")
     return msgspec.convert(
         {
-            **_convert_output(body.output_config),
+            **_convert_output_config(body.output_config),
             "model": body.model,
             "messages": messages,
             "max_tokens": body.max_tokens,
@@ -144,11 +146,11 @@ def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
     """
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise refuse(f"{where}.role is {role!a:.40}; need user or assistant", "messages")
+        raise make_bad_request_error(f"{where}.role is {role!a:.40}; need user or assistant", "messages")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise refuse(f"{where}.content: need a text or a list of blocks", "messages")
+        raise make_bad_request_error(f"{where}.content: need a text or a list of blocks", "messages")
     texts: list[object] = []
     results: list[Objects] = []
     calls: list[Objects] = []
@@ -169,7 +171,9 @@ def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
                 pass  # its text is known to the service that wrote it alone
             case _:
                 kind = block.get("type") if isinstance(block, dict) else None
-                raise refuse(f"{where}.content[{i}]: a block of type {kind!a:.40} is not supported here", "messages")
+                raise make_bad_request_error(
+                    f"{where}.content[{i}]: a block of type {kind!a:.40} is not supported here", "messages"
+                )
     if not texts and results:
         return results
     whole: Objects = {"role": role, "content": join_content(texts, where)}
@@ -178,7 +182,7 @@ def convert_message(message: Mapping[str, object], where: str) -> list[Objects]:
     return [*results, {**whole, "tool_calls": calls} if calls else whole]
 
 
-def _convert_output(output: Mapping[str, object]) -> Objects:
+def _convert_output_config(output: Mapping[str, object]) -> Objects:
     """Convert ``output_config`` to the fields for the reasoning effort and for the JSON schema of the answer."""
     fields: Objects = {}
     for name, value in output.items():
@@ -190,13 +194,17 @@ def _convert_output(output: Mapping[str, object]) -> Objects:
             case "format", {"type": "json_schema", "schema": dict(schema)}:
                 fields["json_schema"] = schema
             case _:
-                raise refuse(f"output_config.{name!a:.40} is not supported; leave it out", "output_config")
+                raise make_bad_request_error(
+                    f"output_config.{name!a:.40} is not supported; leave it out", "output_config"
+                )
     return fields
 
 
 def _convert_tool(tool: Mapping[str, object], index: int) -> Objects:
     if tool.get("type") not in CLIENT_TOOL_TYPES:
-        raise refuse(f"tools[{index}].type is {tool.get('type')!a:.40}; this server runs no tools", "tools")
+        raise make_bad_request_error(
+            f"tools[{index}].type is {tool.get('type')!a:.40}; this server runs no tools", "tools"
+        )
     names = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     return {"type": "function", "function": {names[name]: tool[name] for name in names if name in tool}}
 
@@ -206,14 +214,14 @@ def _convert_tool_choice(choice: Mapping[str, object]) -> object:
     if kind == "tool":
         return {"type": "function", "function": {"name": str(choice.get("name"))}}
     if not isinstance(kind, str) or kind not in TOOL_CHOICES:
-        raise refuse(f"tool_choice.type is {kind!a:.40}; need auto, any, tool or none", "tool_choice")
+        raise make_bad_request_error(f"tool_choice.type is {kind!a:.40}; need auto, any, tool or none", "tool_choice")
     return TOOL_CHOICES[kind]
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-class MessageAnswer:
+class MessageAnswerFormatter:
     """The formatter of an answer to one chat in the format of Anthropic, for streams and complete answers."""
 
     ping = format_event({"type": "ping"}, "ping")
@@ -222,18 +230,18 @@ class MessageAnswer:
         self._state, self._chat, self._parser = state, chat, chat.make_parser()
         self._has_begun = False
         self._block, self._block_count = "", 0
-        self._finish: Finish | None = None
+        self._finish: ChoiceFinish | None = None
 
-    def build_message(self, text: str, tokens: Sequence[TokenEvent], finish: Finish) -> dict[str, object]:
+    def build_message(self, text: str, tokens: Sequence[TokenEvent], finish: ChoiceFinish) -> dict[str, object]:
         """Build the JSON object of a complete answer."""
         blocks: list[Objects] = []
         inputs: list[str] = []
         for delta in [*self._parser.feed(text), *self._parser.finish()]:
             if delta.kind == "arguments":
                 inputs[-1] += delta.text
-                blocks[-1]["input"] = parse_input(inputs[-1])
+                blocks[-1]["input"] = parse_tool_input(inputs[-1])
             else:
-                blocks.append(_start_block(delta, delta.text))
+                blocks.append(_make_content_block(delta, delta.text))
                 inputs.append("")
         return {
             **self._describe_message(blocks),
@@ -246,7 +254,7 @@ class MessageAnswer:
         """Format updates as server-sent events of Anthropic."""
         events: list[bytes] = []
         for update in updates:
-            if isinstance(update, Progress):
+            if isinstance(update, PromptProgress):
                 continue
             if not self._has_begun:
                 self._has_begun = True
@@ -256,7 +264,7 @@ class MessageAnswer:
             deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
             for delta in deltas:
                 events += self._format_delta(delta)
-            if isinstance(update, Finish):
+            if isinstance(update, ChoiceFinish):
                 self._finish = update
         return b"".join(events)
 
@@ -278,7 +286,9 @@ class MessageAnswer:
         if delta.kind == "call" or block != self._block:
             events += self._end_block()
             self._block = block
-            events.append(_format("content_block_start", index=self._block_count, content_block=_start_block(delta)))
+            events.append(
+                _format("content_block_start", index=self._block_count, content_block=_make_content_block(delta))
+            )
         if delta.kind in DELTA_TYPES:
             kind, name = DELTA_TYPES[delta.kind]
             events.append(
@@ -301,7 +311,7 @@ class MessageAnswer:
         name = self._state.service.model_name
         return {"id": self._chat.id, "type": "message", "role": "assistant", "model": name, "content": blocks}
 
-    def _choose_stop_reason(self, finish: Finish) -> str:
+    def _choose_stop_reason(self, finish: ChoiceFinish) -> str:
         if finish.reason == "length":
             return "max_tokens"
         if finish.stop_string:
@@ -313,7 +323,7 @@ def _format(kind: str, **fields: object) -> bytes:
     return format_event({"type": kind, **fields}, kind)
 
 
-def _start_block(delta: Delta, text: str = "") -> Objects:
+def _make_content_block(delta: Delta, text: str = "") -> Objects:
     """Make a content block that begins with `text`, or a tool-use block without input."""
     if delta.kind == "call":
         return {"type": "tool_use", "id": make_id("toolu_"), "name": delta.text, "input": {}}
@@ -321,7 +331,7 @@ def _start_block(delta: Delta, text: str = "") -> Objects:
     return {**start, DELTA_TYPES[delta.kind][1]: text}
 
 
-def parse_input(arguments: str) -> object:
+def parse_tool_input(arguments: str) -> object:
     """Parse the arguments of a tool call, or return an empty object if they are incomplete."""
     try:
         return json.loads(arguments)
@@ -329,7 +339,7 @@ def parse_input(arguments: str) -> object:
         return {}
 
 
-def describe_usage(finish: Finish) -> dict[str, int]:
+def describe_usage(finish: ChoiceFinish) -> dict[str, int]:
     """Return the token counts of Anthropic's ``usage``; `input_tokens` excludes cached tokens."""
     timing = finish.timing
     return {

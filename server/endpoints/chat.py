@@ -7,12 +7,12 @@ from dataclasses import field
 from ...frontends.generation.grammar import Grammar
 from ...frontends.serving.requests import GenerationRequest
 from ...graph.lazy_dataclass import dataclass
-from ..bodies.answers import OPEN_CALL, AnswerParser, ParserOptions
+from ..bodies.answers import OPEN_CALL, AnswerParser, AnswerParserOptions
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
 from ..bodies.schemas import ChatBody, FunctionBody
-from ..bodies.tools import build_call_schema, choose_tools, list_text_parameters, read_tools
-from ..errors import refuse
-from ..grammars import describe_ignored
+from ..bodies.tools import build_tool_call_schema, choose_tools, list_string_parameters, read_tools
+from ..errors import make_bad_request_error
+from ..grammars import list_ignored_schema_keywords
 from ..requests import make_id
 from ..state import ServingState
 
@@ -31,7 +31,7 @@ class PreparedChat:
     id: str
     prompt_text: str
     requests: tuple[GenerationRequest, ...]
-    parser_options: ParserOptions
+    parser_options: AnswerParserOptions
     ignored: tuple[str, ...] = field(default_factory=tuple)
 
     def make_parser(self) -> AnswerParser:
@@ -47,13 +47,15 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         ModelError: The template refuses the messages, or an option does not fit the model.
     """
     builder = state.builder
-    builder.check_model(body.model)
+    builder.require_served_model(body.model)
     _check_fields(state, body)
     functions = read_tools(body.tools)
     choice, callable_functions = choose_tools(body.tool_choice, functions)
     prompt = await builder.render_chat(body, uses_tools=choice != "none")
     if body.reasoning_format not in REASONING_FORMATS:
-        raise refuse(f"reasoning_format: need one of {', '.join(REASONING_FORMATS)}", "reasoning_format")
+        raise make_bad_request_error(
+            f"reasoning_format: need one of {', '.join(REASONING_FORMATS)}", "reasoning_format"
+        )
     grammar: Grammar | None
     if choice == "none":
         grammar = await builder.choose_grammar(body, body.response_format)
@@ -62,16 +64,16 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         grammar = None
         if choice == "required":
             is_strict = any(function.strict for function in callable_functions)
-            grammar = await builder.compile_schema(build_call_schema(callable_functions), is_strict)
-    text = prompt.text + _choose_answer_start(prompt, grammar, choice == "required")
+            grammar = await builder.compile_schema(build_tool_call_schema(callable_functions), is_strict)
+    text = prompt.text + _choose_prompt_suffix(prompt, grammar, choice == "required")
     ids = await builder.encode_chat(text)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     chat_id = make_id(id_prefix)
     top = (body.top_logprobs or 0) if body.logprobs else None
     requests = tuple(
-        builder.build_request(
+        builder.build_engine_request(
             ids,
-            builder.build_params(body, limit, grammar, i),
+            builder.build_generation_params(body, limit, grammar, i),
             top_logprobs=top,
             uses_cache=body.cache_prompt,
             id=f"{chat_id}-{i}",
@@ -79,7 +81,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         for i in range(body.n)
     )
     options = _choose_parser(body, prompt, choice, callable_functions, grammar is not None)
-    ignored = [*describe_ignored(grammar)]
+    ignored = [*list_ignored_schema_keywords(grammar)]
     if choice == "auto" and any(function.strict for function in functions):
         ignored.append("tools.function.strict")
     return PreparedChat(chat_id, text, requests, options, tuple(ignored))
@@ -88,31 +90,35 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
 def _check_fields(state: ServingState, body: ChatBody) -> None:
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if limit == 0:
-        raise refuse("max_tokens is 0; need 1 or more", "max_tokens")
+        raise make_bad_request_error("max_tokens is 0; need 1 or more", "max_tokens")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise refuse("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-    check_choice_count(state, body.n)
+        raise make_bad_request_error(
+            "max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens"
+        )
+    require_slots_for_choices(state, body.n)
     if body.top_logprobs is not None and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
+        raise make_bad_request_error("top_logprobs needs logprobs: true", "top_logprobs")
 
 
-def check_choice_count(state: ServingState, count: int) -> None:
+def require_slots_for_choices(state: ServingState, count: int) -> None:
     """Require at most as many choices as slots, so that all choices can run at once.
 
     Raises:
         ApiError: There are more choices than slots.
     """
     if count > state.service.status.slots:
-        raise refuse(f"n is {count}, but the server has {state.service.status.slots} slots", "n")
+        raise make_bad_request_error(f"n is {count}, but the server has {state.service.status.slots} slots", "n")
 
 
 def _check_no_grammar(body: ChatBody) -> None:
     format = body.response_format
     if body.grammar or body.json_schema is not None or (format is not None and format.type != "text"):
-        raise refuse("tools and a grammar or response_format exclude each other; give one of them", "tools")
+        raise make_bad_request_error(
+            "tools and a grammar or response_format exclude each other; give one of them", "tools"
+        )
 
 
-def _choose_answer_start(prompt: ChatPrompt, grammar: Grammar | None, is_forced_call: bool) -> str:
+def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced_call: bool) -> str:
     """Return text that is appended to the prompt: the end of an open thought, and the marker of a forced tool call.
 
     A grammar begins after the thought; a forced tool call begins after its marker.
@@ -123,15 +129,15 @@ def _choose_answer_start(prompt: ChatPrompt, grammar: Grammar | None, is_forced_
 
 def _choose_parser(
     body: ChatBody, prompt: ChatPrompt, choice: str, functions: list[FunctionBody], has_grammar: bool
-) -> ParserOptions:
+) -> AnswerParserOptions:
     splits_thoughts = body.reasoning_format != "none" and prompt.has_thoughts and not has_grammar
     has_calls = choice == "auto" and body.parse_tool_calls
-    return ParserOptions(
+    return AnswerParserOptions(
         has_thoughts=splits_thoughts and not prompt.continues_message,
         opens_thought=splits_thoughts and prompt.opens_thought,
         has_calls=has_calls and OPEN_CALL in prompt.template,
         has_bare_calls=has_calls and OPEN_CALL not in prompt.template,
         is_call=choice == "required" and body.parse_tool_calls,
         max_calls=128 if body.parallel_tool_calls else 1,
-        text_parameters=list_text_parameters(functions),
+        text_parameters=list_string_parameters(functions),
     )

@@ -11,7 +11,7 @@ MIN_LOGPROB = -9999.0
 """Logprob of a token without probability, because JSON has no infinity; OpenAI uses the same number."""
 
 
-def describe_token(data: bytes) -> str:
+def decode_token_bytes(data: bytes) -> str:
     """Decode the bytes of a token as text; invalid UTF-8 becomes ``bytes:`` with escapes, as in OpenAI's API."""
     try:
         return data.decode()
@@ -32,7 +32,7 @@ def describe_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> lis
 
 def _describe_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, object]:
     data = tokenizer.token_bytes(token) if token < tokenizer.n_tokens else b""
-    return {"id": token, "token": describe_token(data), "bytes": list(data), "logprob": clip_logprob(logprob)}
+    return {"id": token, "token": decode_token_bytes(data), "bytes": list(data), "logprob": clip_logprob(logprob)}
 
 
 def clip_logprob(logprob: float | None) -> float:
@@ -40,7 +40,7 @@ def clip_logprob(logprob: float | None) -> float:
     return MIN_LOGPROB if logprob is None else max(float(logprob), MIN_LOGPROB)
 
 
-def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], offset: int) -> dict[str, object]:
+def describe_legacy_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], offset: int) -> dict[str, object]:
     """Return the logprobs of tokens in the legacy format of text completions.
 
     Args:
@@ -48,7 +48,7 @@ def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], of
         events: The tokens.
         offset: Characters of the text before the first token.
     """
-    texts = [describe_token(tokenizer.token_bytes(event.token)) for event in events]
+    texts = [decode_token_bytes(tokenizer.token_bytes(event.token)) for event in events]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -57,7 +57,7 @@ def describe_old_logprobs(tokenizer: Tokenizer, events: Sequence[TokenEvent], of
         "tokens": texts,
         "token_logprobs": [clip_logprob(event.logprob) for event in events],
         "top_logprobs": [
-            {describe_token(tokenizer.token_bytes(token)): clip_logprob(logprob) for token, logprob in event.top}
+            {decode_token_bytes(tokenizer.token_bytes(token)): clip_logprob(logprob) for token, logprob in event.top}
             for event in events
         ],
         "text_offset": offsets,

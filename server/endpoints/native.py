@@ -12,15 +12,15 @@ from starlette.routing import Route
 from ...frontends.errors import ModelError
 from ...frontends.gguf.chat import select_chat_template
 from ...frontends.serving.requests import GenerationRequest, TokenEvent
-from ..bodies.schemas import CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from ..bodies.schemas import DetokenizeBody, NativeCompletionBody, TemplateBody, TokenizeBody
 from ..errors import ApiError
-from ..grammars import describe_ignored
-from ..metrics import CONTENT_TYPE, AnswerClock, describe_timing
+from ..grammars import list_ignored_schema_keywords
+from ..metrics import CONTENT_TYPE, ChoiceStopwatch, describe_timing
 from ..requests import make_id
-from ..responses import PING, JsonResponse, add_ignored, format_event, read_body, respond
-from ..state import ServingState, state_of
-from ..streams import CompleteText, Finish, Progress, TextUpdate, Update
-from .chat import check_choice_count
+from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..state import ServingState, get_serving_state
+from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, Update
+from .chat import require_slots_for_choices
 from .logprobs import describe_logprobs
 
 NO_SLOT = -1
@@ -46,21 +46,21 @@ NEUTRAL_SAMPLERS = {
 
 async def create_native_completion(request: Request) -> Response:
     """Handle ``POST /completion``: continue one text or several, in the format of llama-server."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
-    body, headers = await read_body(request, CompletionBody)
-    state.builder.check_model(body.model)
+    body, headers = await read_body(request, NativeCompletionBody)
+    state.builder.require_served_model(body.model)
     limits = (body.n_predict, body.max_tokens, body.max_completion_tokens, UNLIMITED)
     limit = next(limit for limit in limits if limit is not None)
     choices = body.n if body.n_cmpl is None else body.n_cmpl
-    check_choice_count(state, choices)
+    require_slots_for_choices(state, choices)
     prompts = await state.builder.encode_prompts(body.prompt)
     top = body.n_probs if body.n_probs is not None else body.logprobs
     requests = await state.builder.build_text_requests(
         body, prompts, limit=limit, choices=choices, top_logprobs=top or None, id=make_id("native-")
     )
-    add_ignored(headers, describe_ignored(requests[0].params.grammar))
-    answer = NativeAnswer(state, body, requests)
+    add_ignored_fields(headers, list_ignored_schema_keywords(requests[0].params.grammar))
+    answer = NativeAnswerFormatter(state, body, requests)
     stream = state.submit(requests, body.stop_strings)
     build = answer.build_results
     return await respond(
@@ -68,17 +68,17 @@ async def create_native_completion(request: Request) -> Response:
     )
 
 
-class NativeAnswer:
+class NativeAnswerFormatter:
     """The formatter of text completions in the format of llama-server, for streams and complete answers."""
 
     ping = PING
 
-    def __init__(self, state: ServingState, body: CompletionBody, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, state: ServingState, body: NativeCompletionBody, requests: Sequence[GenerationRequest]) -> None:
         self._state, self._body, self._requests = state, body, requests
         self._token_counts = [0] * len(requests)
         self._has_new_line = [False] * len(requests)
         self._cached_tokens: list[int | None] = [None] * len(requests)
-        self._clocks = [AnswerClock() for _ in requests]
+        self._clocks = [ChoiceStopwatch() for _ in requests]
 
     def build_results(self, results: Sequence[CompleteText]) -> object:
         """Return the JSON object of one complete text, or the list of several."""
@@ -86,7 +86,7 @@ class NativeAnswer:
         return objects if len(objects) > 1 else objects[0]
 
     def build_result(
-        self, i: int, text: str, tokens: Sequence[TokenEvent], finish: Finish, *, is_streamed: bool = False
+        self, i: int, text: str, tokens: Sequence[TokenEvent], finish: ChoiceFinish, *, is_streamed: bool = False
     ) -> dict[str, object]:
         """Build the JSON object of a complete text, or the last object of a stream."""
         request, tokenizer = self._requests[i], self._state.service.tokenizer
@@ -100,7 +100,7 @@ class NativeAnswer:
             "model": self._state.service.model_name,
             "tokens_predicted": finish.token_count,
             "tokens_evaluated": finish.timing.prompt_tokens,
-            "generation_settings": describe_settings(request, self._body),
+            "generation_settings": describe_generation_settings(request, self._body),
             "prompt": tokenizer.decode(request.prompt, special=True),
             "has_new_line": self._has_new_line[i] or "\n" in text,
             "truncated": finish.reason == "length" and (limit < 0 or finish.token_count < limit),
@@ -127,7 +127,7 @@ class NativeAnswer:
 
     def _format_update(self, update: Update) -> bytes:
         i = update.choice
-        if isinstance(update, Finish):
+        if isinstance(update, ChoiceFinish):
             return format_event(self.build_result(i, "", (), update, is_streamed=True))
         tokens = update.tokens if isinstance(update, TextUpdate) else ()
         self._token_counts[i] += len(tokens)
@@ -140,7 +140,7 @@ class NativeAnswer:
             "tokens_predicted": self._token_counts[i],
             "tokens_evaluated": len(self._requests[i].prompt),
         }
-        if isinstance(update, Progress):
+        if isinstance(update, PromptProgress):
             if not self._body.return_progress:
                 return b""
             if self._cached_tokens[i] is None:
@@ -156,7 +156,7 @@ class NativeAnswer:
         return format_event(event)
 
 
-def describe_settings(request: GenerationRequest, body: CompletionBody) -> dict[str, object]:
+def describe_generation_settings(request: GenerationRequest, body: NativeCompletionBody) -> dict[str, object]:
     """Return the object ``generation_settings`` of llama-server: the sampling parameters of a request."""
     params, sampling = request.params, request.params.sampling
     bias = [
@@ -205,7 +205,7 @@ def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, 
 
 async def tokenize(request: Request) -> Response:
     """Handle ``POST /tokenize``: return the tokens of a text, with their texts if ``with_pieces`` is set."""
-    state = state_of(request)
+    state = get_serving_state(request)
     body, headers = await read_body(request, TokenizeBody)
     tokenizer, content = state.service.tokenizer, body.content
     if not isinstance(content, str):
@@ -215,10 +215,10 @@ async def tokenize(request: Request) -> Response:
         ids = tuple(await state.builder.run_in_thread(lambda: tokenizer.encode(text, **flags)))
     if not body.adds_texts:
         return JsonResponse({"tokens": ids}, headers=headers)
-    return JsonResponse({"tokens": [{"id": i, "piece": _describe_text(tokenizer.token_bytes(i))} for i in ids]})
+    return JsonResponse({"tokens": [{"id": i, "piece": _describe_token_text(tokenizer.token_bytes(i))} for i in ids]})
 
 
-def _describe_text(data: bytes) -> str | list[int]:
+def _describe_token_text(data: bytes) -> str | list[int]:
     """Return the text of a token, or the list of its bytes if they are not valid UTF-8."""
     try:
         return data.decode()
@@ -228,7 +228,7 @@ def _describe_text(data: bytes) -> str | list[int]:
 
 async def detokenize(request: Request) -> Response:
     """Handle ``POST /detokenize``: return the text of tokens."""
-    state = state_of(request)
+    state = get_serving_state(request)
     body, headers = await read_body(request, DetokenizeBody)
     text = await state.builder.run_in_thread(lambda: state.service.tokenizer.decode(body.tokens, special=True))
     return JsonResponse({"content": text}, headers=headers)
@@ -237,7 +237,7 @@ async def detokenize(request: Request) -> Response:
 async def apply_template(request: Request) -> Response:
     """Handle ``POST /apply-template``: return the rendered prompt of a chat."""
     body, headers = await read_body(request, TemplateBody)
-    prompt = await state_of(request).builder.render_chat(body)
+    prompt = await get_serving_state(request).builder.render_chat(body)
     return JsonResponse({"prompt": prompt.text}, headers=headers)
 
 
@@ -246,14 +246,14 @@ async def apply_template(request: Request) -> Response:
 
 async def show_health(request: Request) -> Response:
     """Handle ``GET /health``: return status 200 if the server can generate, otherwise 503."""
-    if problem := state_of(request).find_problem():
+    if problem := get_serving_state(request).find_problem():
         raise ApiError(503, problem, retry_seconds=1)
     return JsonResponse({"status": "ok"})
 
 
 async def show_properties(request: Request) -> Response:
     """Handle ``GET /props``: return the read-only properties of the model and the server."""
-    state = state_of(request)
+    state = get_serving_state(request)
     service, options = state.service, state.options
     try:
         template = options.chat_template or select_chat_template(service.metadata)
@@ -284,7 +284,7 @@ async def show_properties(request: Request) -> Response:
 
 async def show_slots(request: Request) -> Response:
     """Handle ``GET /slots``: return the state of each slot; with ``fail_on_no_slot`` status 503 if no slot is free."""
-    state = state_of(request)
+    state = get_serving_state(request)
     if not state.options.has_slots:
         raise ApiError(501, "this server does not list its slots")
     status = state.service.status
@@ -305,7 +305,7 @@ async def show_slots(request: Request) -> Response:
 
 async def show_metrics(request: Request) -> Response:
     """Handle ``GET /metrics``: return the metrics in the text format of Prometheus."""
-    state = state_of(request)
+    state = get_serving_state(request)
     if not state.options.has_metrics:
         raise ApiError(501, "this server has no metrics")
     headers = {"Process-Start-Time-Unix": str(int(state.metrics.start_time))}
@@ -314,11 +314,11 @@ async def show_metrics(request: Request) -> Response:
 
 async def show_plan(request: Request) -> Response:
     """Handle ``GET /plan``: return the explanation of the execution plans in use."""
-    text = await state_of(request).builder.run_in_thread(state_of(request).service.explain_plans)
+    text = await get_serving_state(request).builder.run_in_thread(get_serving_state(request).service.explain_plans)
     return Response(text, media_type="text/plain; charset=utf-8")
 
 
-async def show_start(request: Request) -> Response:
+async def show_welcome_line(request: Request) -> Response:
     """Handle ``GET /``: return one line for people who open the address in a browser."""
     return Response("hocket serves models here; the API is below /v1\n", media_type="text/plain; charset=utf-8")
 
@@ -333,7 +333,7 @@ def build_native_routes() -> list[Route]:
         "/apply-template": apply_template,
     }
     gets = {
-        "/": show_start,
+        "/": show_welcome_line,
         "/health": show_health,
         "/v1/health": show_health,
         "/props": show_properties,

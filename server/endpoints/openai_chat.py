@@ -13,11 +13,11 @@ from ...frontends.serving.requests import TokenEvent
 from ..bodies.answers import AnswerParser, Delta
 from ..bodies.schemas import ChatBody, TemplateBody
 from ..errors import ApiError
-from ..metrics import AnswerClock, describe_timing
+from ..metrics import ChoiceStopwatch, describe_timing
 from ..requests import make_id
-from ..responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
-from ..state import ServingState, state_of
-from ..streams import Finish, Progress, TextUpdate, Update
+from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..state import ServingState, get_serving_state
+from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
 from .logprobs import describe_logprobs
 
@@ -26,12 +26,12 @@ ID_PREFIX = "chatcmpl-"
 
 async def create_chat_completion(request: Request) -> Response:
     """Handle ``POST /v1/chat/completions``: answer a chat, as one JSON object or as a stream."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, ChatBody)
     chat = await prepare_chat(state, body, ID_PREFIX)
-    add_ignored(headers, chat.ignored)
-    answer = ChatAnswer(state, body, chat)
+    add_ignored_fields(headers, chat.ignored)
+    answer = ChatAnswerFormatter(state, body, chat)
     stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
     build = answer.build_completion
     return await respond(state, request, stream, answer, build, count=body.n, is_streamed=body.stream, headers=headers)
@@ -39,14 +39,14 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def count_chat_tokens(request: Request) -> Response:
     """Handle ``POST /v1/chat/completions/input_tokens``: return the token count of a chat."""
-    state = state_of(request)
+    state = get_serving_state(request)
     body, headers = await read_body(request, TemplateBody)
     prompt = await state.builder.render_chat(body)
     ids = await state.builder.encode_chat(prompt.text)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=headers)
 
 
-class ChatAnswer:
+class ChatAnswerFormatter:
     """The formatter of an answer to one chat in the format of OpenAI, for streams and complete answers."""
 
     ping = PING
@@ -58,8 +58,8 @@ class ChatAnswer:
         self._waiting_tokens: list[list[TokenEvent]] = [[] for _ in range(body.n)]
         """Tokens of text that the parser holds."""
         self._cached_tokens: list[int | None] = [None] * body.n
-        self._finishes: dict[int, Finish] = {}
-        self._clocks = [AnswerClock() for _ in range(body.n)]
+        self._finishes: dict[int, ChoiceFinish] = {}
+        self._clocks = [ChoiceStopwatch() for _ in range(body.n)]
         self._frame = {
             "id": chat.id,
             "created": int(time.time()),
@@ -72,7 +72,9 @@ class ChatAnswer:
 
     # ------------------------------------------------------------------------------------------------ complete answers
 
-    def build_completion(self, results: Sequence[tuple[str, tuple[TokenEvent, ...], Finish]]) -> dict[str, object]:
+    def build_completion(
+        self, results: Sequence[tuple[str, tuple[TokenEvent, ...], ChoiceFinish]]
+    ) -> dict[str, object]:
         """Build the JSON object of a complete answer."""
         choices = []
         for i, (text, tokens, finish) in enumerate(results):
@@ -111,7 +113,7 @@ class ChatAnswer:
     def _format_update(self, update: Update) -> list[bytes]:
         chunks: list[bytes] = []
         i = update.choice
-        if isinstance(update, Progress):
+        if isinstance(update, PromptProgress):
             if self._body.return_progress:
                 chunks.append(self._format_progress(update))
             return chunks
@@ -131,7 +133,7 @@ class ChatAnswer:
                 tokens, self._waiting_tokens[i] = tuple(self._waiting_tokens[i]), []
             chunk = self._build_chunk(i, describe_delta(delta), tokens)
             chunks.append(format_event({**chunk, **self._describe_times(update)}))
-        if isinstance(update, Finish):
+        if isinstance(update, ChoiceFinish):
             self._finishes[i] = update
             tokens = tuple(self._waiting_tokens[i])
             chunk = self._build_chunk(i, {}, tokens, choose_finish_reason(update, parser))
@@ -148,7 +150,7 @@ class ChatAnswer:
             choice["logprobs"] = self._describe_logprobs(tokens)
         return {**self._chunk, "choices": [choice]}
 
-    def _format_progress(self, update: Progress) -> bytes:
+    def _format_progress(self, update: PromptProgress) -> bytes:
         i = update.choice
         if self._cached_tokens[i] is None:  # the first report says how many tokens the cache had
             self._cached_tokens[i] = update.read_tokens
@@ -176,7 +178,7 @@ class ChatAnswer:
         return {**body, "__verbose": {"prompt": self._chat.prompt_text}} if is_verbose else body
 
 
-def describe_usage(finishes: Iterable[Finish]) -> dict[str, object]:
+def describe_usage(finishes: Iterable[ChoiceFinish]) -> dict[str, object]:
     """Return the token counts of OpenAI's ``usage``; several choices share one prompt, which counts once."""
     ends = list(finishes)
     prompt, new = ends[0].timing.prompt_tokens, sum(finish.token_count for finish in ends)
@@ -188,7 +190,7 @@ def describe_usage(finishes: Iterable[Finish]) -> dict[str, object]:
     }
 
 
-def choose_finish_reason(finish: Finish, parser: AnswerParser) -> str:
+def choose_finish_reason(finish: ChoiceFinish, parser: AnswerParser) -> str:
     """Return the ``finish_reason``: ``length`` for a truncated answer, ``tool_calls`` after a complete tool call."""
     return finish.reason if finish.reason == "length" or not parser.call_count else "tool_calls"
 

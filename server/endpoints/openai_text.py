@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...frontends.serving.requests import GenerationRequest, TokenEvent
-from ..bodies.schemas import EmbeddingBody, TextBody
-from ..errors import ApiError, refuse
-from ..grammars import describe_ignored
-from ..metrics import AnswerClock, describe_timing
+from ..bodies.schemas import EmbeddingBody, TextCompletionBody
+from ..errors import ApiError, make_bad_request_error
+from ..grammars import list_ignored_schema_keywords
+from ..metrics import ChoiceStopwatch, describe_timing
 from ..requests import make_id
-from ..responses import DONE, PING, JsonResponse, add_ignored, format_event, read_body, respond
-from ..state import ServingState, state_of
-from ..streams import Finish, Progress, TextUpdate, Update
-from .chat import check_choice_count
-from .logprobs import describe_old_logprobs
+from ..responses import DONE, PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
+from ..state import ServingState, get_serving_state
+from ..streams import ChoiceFinish, PromptProgress, TextUpdate, Update
+from .chat import require_slots_for_choices
+from .logprobs import describe_legacy_logprobs
 
 NORMALISED = 2
 """Value of ``embd_normalize`` for vectors of length 1; -1 leaves vectors unchanged."""
@@ -30,21 +30,21 @@ NORMALISED = 2
 
 async def create_completion(request: Request) -> Response:
     """Handle ``POST /v1/completions``: continue one text or several, as one JSON object or as a stream."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
-    body, headers = await read_body(request, TextBody)
-    state.builder.check_model(body.model)
-    check_choice_count(state, body.n)
+    body, headers = await read_body(request, TextCompletionBody)
+    state.builder.require_served_model(body.model)
+    require_slots_for_choices(state, body.n)
     limit = body.n_predict if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
-        raise refuse("logprobs of prompts are not supported; leave out echo or logprobs", "echo")
+        raise make_bad_request_error("logprobs of prompts are not supported; leave out echo or logprobs", "echo")
     prompts = await state.builder.encode_prompts(body.prompt)
     id = make_id("cmpl-")
     requests = await state.builder.build_text_requests(
         body, prompts, limit=limit, choices=body.n, top_logprobs=body.logprobs, id=id
     )
-    add_ignored(headers, describe_ignored(requests[0].params.grammar))
-    answer = TextAnswer(state, body, requests, id)
+    add_ignored_fields(headers, list_ignored_schema_keywords(requests[0].params.grammar))
+    answer = TextAnswerFormatter(state, body, requests, id)
     stream = state.submit(requests, body.stop_strings)
     build = answer.build_completion
     return await respond(
@@ -52,13 +52,13 @@ async def create_completion(request: Request) -> Response:
     )
 
 
-class TextAnswer:
+class TextAnswerFormatter:
     """The formatter of text completions in the format of OpenAI, for streams and complete answers."""
 
     ping = PING
 
     def __init__(
-        self, state: ServingState, body: TextBody, requests: Sequence[GenerationRequest], completion_id: str
+        self, state: ServingState, body: TextCompletionBody, requests: Sequence[GenerationRequest], completion_id: str
     ) -> None:
         self._state, self._body = state, body
         tokenizer = state.service.tokenizer
@@ -67,8 +67,8 @@ class TextAnswer:
             self._echoes = [body.prompt] * len(requests)
         self._offsets = [0] * len(requests)
         """Characters that each choice has sent."""
-        self._finishes: dict[int, Finish] = {}
-        self._clocks = [AnswerClock() for _ in requests]
+        self._finishes: dict[int, ChoiceFinish] = {}
+        self._clocks = [ChoiceStopwatch() for _ in requests]
         self._frame: dict[str, object] = {
             "id": completion_id,
             "object": "text_completion",
@@ -77,7 +77,9 @@ class TextAnswer:
             "system_fingerprint": state.service.fingerprint,
         }
 
-    def build_completion(self, results: Sequence[tuple[str, tuple[TokenEvent, ...], Finish]]) -> dict[str, object]:
+    def build_completion(
+        self, results: Sequence[tuple[str, tuple[TokenEvent, ...], ChoiceFinish]]
+    ) -> dict[str, object]:
         """Build the JSON object of complete texts."""
         choices = []
         for i, (text, tokens, finish) in enumerate(results):
@@ -106,7 +108,7 @@ class TextAnswer:
         if isinstance(update, TextUpdate):
             choice = self._build_choice(i, update.text, update.tokens, None)
             return format_event({**self._frame, "choices": [choice], **self._describe_times(update)})
-        if isinstance(update, Progress):
+        if isinstance(update, PromptProgress):
             if not self._body.return_progress:
                 return b""
             progress = {"total": update.prompt_tokens, "processed": update.read_tokens}
@@ -125,7 +127,7 @@ class TextAnswer:
     def _build_choice(self, i: int, text: str, tokens: Sequence[TokenEvent], reason: str | None) -> dict[str, object]:
         logprobs = None
         if self._body.logprobs is not None and (tokens or reason is None):
-            logprobs = describe_old_logprobs(self._state.service.tokenizer, tokens, self._offsets[i])
+            logprobs = describe_legacy_logprobs(self._state.service.tokenizer, tokens, self._offsets[i])
         whole, self._echoes[i] = self._echoes[i] + text, ""
         self._offsets[i] += len(whole)
         return {"text": whole, "index": i, "logprobs": logprobs, "finish_reason": reason}
@@ -147,12 +149,14 @@ class TextAnswer:
 
 async def create_embeddings(request: Request) -> Response:
     """Handle ``POST /v1/embeddings``: return the embeddings of texts, in the format of OpenAI."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
     if body.encoding_format not in ("float", "base64"):
-        raise refuse(f"encoding_format is {body.encoding_format!a:.40}; need float or base64", "encoding_format")
-    vectors, count = await _embed(state, body)
+        raise make_bad_request_error(
+            f"encoding_format is {body.encoding_format!a:.40}; need float or base64", "encoding_format"
+        )
+    vectors, count = await _embed_texts(state, body)
     is_float = body.encoding_format == "float"
     data = [
         {
@@ -169,22 +173,22 @@ async def create_embeddings(request: Request) -> Response:
 
 async def create_native_embeddings(request: Request) -> Response:
     """Handle ``POST /embeddings``: return the embeddings of texts, in the format of llama-server."""
-    state = state_of(request)
+    state = get_serving_state(request)
     state.require_ready()
     body, headers = await read_body(request, EmbeddingBody)
-    vectors, _ = await _embed(state, body)
+    vectors, _ = await _embed_texts(state, body)
     rows = [{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(vectors)]
     return JsonResponse(rows, headers=headers)
 
 
-async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
+async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[np.float32], int]:
     """Return the embedding of each text in the body, and the total token count."""
-    state.builder.check_model(body.model)
+    state.builder.require_served_model(body.model)
     content = body.content if body.input is None else body.input
     if content is None:
-        raise refuse("input is missing", "input")
+        raise make_bad_request_error("input is missing", "input")
     if body.embd_normalize not in (NORMALISED, -1):
-        raise refuse(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
+        raise make_bad_request_error(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
     texts = await state.builder.encode_prompts(content)
     with state.counted_embedding():
         vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
@@ -198,12 +202,12 @@ async def _embed(state: ServingState, body: EmbeddingBody) -> tuple[npt.NDArray[
 
 async def list_models(request: Request) -> Response:
     """Handle ``GET /v1/models``: return a list of the one served model."""
-    return JsonResponse({"object": "list", "data": [_describe_model(state_of(request))]})
+    return JsonResponse({"object": "list", "data": [_describe_model(get_serving_state(request))]})
 
 
 async def show_model(request: Request) -> Response:
     """Handle ``GET /v1/models/NAME``: return the served model, if it has this name or alias."""
-    state = state_of(request)
+    state = get_serving_state(request)
     if (name := request.path_params["name"]) not in (state.service.model_name, *state.options.aliases):
         raise ApiError(404, f"there is no model {name!a:.80}")
     return JsonResponse(_describe_model(state))

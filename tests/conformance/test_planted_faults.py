@@ -8,7 +8,7 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.generate_cases import quick_cases
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.kernel_faults import FAULTS
@@ -25,13 +25,13 @@ def test_no_fault_is_planted_twice():
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: KernelFault):
     backend = FaultyBackend(fault)
-    for case in quick_cases(REGISTRY[fault.op]):
+    for case in select_quick_cases(REGISTRY[fault.op]):
         result = run_case(case, backend, DEVICE)
         found = result.outcome is Outcome.FAIL and re.search(fault.symptom, result.why)
         if found and not _fails_anyway(case):
             assert backend.broken is None, f"the fault itself does not run on {case}: {backend.broken!r}"
             return
-    pytest.fail(f"{fault} was not found in {len(quick_cases(REGISTRY[fault.op]))} cases")
+    pytest.fail(f"{fault} was not found in {len(select_quick_cases(REGISTRY[fault.op]))} cases")
 
 
 def _fails_anyway(case) -> bool:

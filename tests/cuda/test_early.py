@@ -12,10 +12,10 @@ from hocket import ops
 from hocket.backends.cupy import cuda_driver
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device import dependent_launch, disassembly, nvrtc
-from hocket.backends.cupy.device.driver import Exchange, Launch, find_kernel_files, read_kernel_text
+from hocket.backends.cupy.device.driver import Launch, LibraryExchange, find_kernel_files, read_kernel_text
 from hocket.backends.cupy.kernel_table import SOURCES
 from hocket.backends.cupy.kernels.products import dense, packed, tiled
-from hocket.backends.cupy.trial_binding import trial_bind
+from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for_group
@@ -44,9 +44,9 @@ def cupy(monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def run_three(driver):
@@ -61,12 +61,12 @@ def run_three(driver):
 
 def run_clusters(backend, monkeypatch):
     """Run a product with weight rows that two blocks of a cluster share."""
-    trial_bind.cache_clear()
+    compute_scratch_bytes_at_placeholders.cache_clear()
     monkeypatch.setattr(tiled, "choose_tile_shape", lambda *_, **__: (tiled.CLUSTER_TILE, 1))
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 64), DType.BF16), input("x", (9, 64)))})
     run = load(plan_for_group(graph, [(backend, backend.device(0))]), {"w": np.full((256, 64), 0x3F80, np.uint16)})
     assert (run.run({"x": np.ones((9, 64), np.float32)})["y"] == 64).all()
-    trial_bind.cache_clear()
+    compute_scratch_bytes_at_placeholders.cache_clear()
 
 
 @needs_compiler
@@ -101,10 +101,10 @@ def test_a_launch_that_the_driver_refuses_is_named(cupy, monkeypatch):
 
 def test_a_launch_behind_an_exchange_begins_late():
     launch = Launch(SOURCES[0][SOURCES[0].names[0]], (1, 1, 1), (32, 1, 1), 0, (), (), 0)
-    exchange = Exchange(None, (), 0)
+    exchange = LibraryExchange(None, (), 0)
     steps = [launch, launch, exchange, launch, launch, exchange, exchange]
-    assert dependent_launch.compute_early_flags(steps) == [False, True, False, False, True, False, False]
-    assert dependent_launch.compute_early_flags([]) == []
+    assert dependent_launch.compute_early_launch_flags(steps) == [False, True, False, False, True, False, False]
+    assert dependent_launch.compute_early_launch_flags([]) == []
 
 
 @needs_compiler
@@ -129,10 +129,12 @@ def test_clusters_need_the_library_of_the_driver(cupy, monkeypatch):
 
 def test_driver_attributes_have_the_layout_of_its_header():
     """cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute."""
-    assert (ctypes.sizeof(dependent_launch.Config), ctypes.sizeof(dependent_launch.Attribute)) == (56, 72)
-    fields = {name: getattr(dependent_launch.Config, name).offset for name, _ in dependent_launch.Config._fields_}
+    assert (ctypes.sizeof(dependent_launch.LaunchConfig), ctypes.sizeof(dependent_launch.LaunchAttribute)) == (56, 72)
+    fields = {
+        name: getattr(dependent_launch.LaunchConfig, name).offset for name, _ in dependent_launch.LaunchConfig._fields_
+    }
     assert fields == {"grid": 0, "block": 12, "shared_bytes": 24, "stream": 32, "attributes": 40, "count": 48}
-    assert dependent_launch.Attribute.value.offset == 8
+    assert dependent_launch.LaunchAttribute.value.offset == 8
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels

@@ -16,8 +16,8 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernel_table import BINDINGS, KERNEL_FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
-from hocket.conformance.generate_cases import quick_cases
+from hocket.conformance.checks.case_graph import build_case_graph, build_verified_device_plan
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.frontends.errors import ModelError
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.open_model import open_model
@@ -41,7 +41,7 @@ def test_every_kernel_does_what_its_op_means(name):
 
     A case may have no reference, or exceed a limit of a kernel, but each op must have a kernel.
     """
-    backend, cases = EmulatedBackend(), quick_cases(REGISTRY[name])
+    backend, cases = EmulatedBackend(), select_quick_cases(REGISTRY[name])
     for case in cases[:: max(1, len(cases) // 40)]:
         result = run_case(case, backend, backend.device(0))
         is_large = result.outcome is Outcome.UNSUPPORTED and " are too " in result.why
@@ -78,7 +78,7 @@ def test_operands_are_read_as_they_lie(layout):
     """The planner puts in no copy."""
     backend = EmulatedBackend()
     case = parse_case(f"rms_norm(x=f32[3,4,5], layout={layout})")
-    program = device_plan_for(build_case_graph(case).graph, backend, backend.device(0)).program
+    program = build_verified_device_plan(build_case_graph(case).graph, backend, backend.device(0)).program
     assert [i.op for i in program.instructions] == ["rms_norm"]
 
 
@@ -172,16 +172,16 @@ def devices(monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield cuda_driver.CudaBackend()
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "rope", "cast", "send", "all_reduce"])
 def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devices):
-    cases = quick_cases(REGISTRY[name])
+    cases = select_quick_cases(REGISTRY[name])
     for case in cases[:: max(1, len(cases) // 8)]:
         result = run_case(case, devices, devices.device(1))
         assert result.outcome in (Outcome.PASS, Outcome.NO_REFERENCE), f"{case}: {result.outcome}: {result.why}"
@@ -353,21 +353,21 @@ def test_a_cuda_device_that_is_not_there_is_explained():
 def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     source = SOURCES[-1]
-    building.load_library.cache_clear()
+    building.load_emulated_library.cache_clear()
     try:
-        building.load_library(source)
+        building.load_emulated_library(source)
         (built,) = (tmp_path / "emulated").glob("*/*.so")
         before = built.stat().st_mtime_ns
-        building.load_library.cache_clear()
-        building.load_library(source)
+        building.load_emulated_library.cache_clear()
+        building.load_emulated_library(source)
         assert built.stat().st_mtime_ns == before
         other = tmp_path / "other"  # libraries that are loaded must not change under way
         monkeypatch.setenv("HOCKET_CACHE_DIR", str(other))
         damaged = other / built.relative_to(tmp_path)
         damaged.parent.mkdir(parents=True)
         damaged.write_bytes(b"no library")
-        building.load_library.cache_clear()
-        building.load_library(source)
+        building.load_emulated_library.cache_clear()
+        building.load_emulated_library(source)
         assert damaged.stat().st_size > 1000
     finally:
-        building.load_library.cache_clear()
+        building.load_emulated_library.cache_clear()

@@ -14,9 +14,9 @@ from hocket.backends.cupy.device.device_limits import DEFAULT_SHARED_BYTES, HIP_
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.kernel_resources import ARCHITECTURES, ResourceRow, read_resource_table
 from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
-from hocket.backends.cupy.program_binding import bind_at_placeholders
-from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
-from hocket.conformance.generate_cases import quick_cases
+from hocket.backends.cupy.program_binding import bind_program_at_placeholders
+from hocket.conformance.checks.case_graph import build_case_graph, build_verified_device_plan
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
 from hocket.graph import DType, Graph
@@ -82,9 +82,9 @@ class Fitting:
             (on,) = backend.devices()
             if not all(backend.supports(node, on).ok for node in graph.nodes if node.op in BINDINGS):
                 continue
-            program = device_plan_for(graph, backend, on).program
+            program = build_verified_device_plan(graph, backend, on).program
             for kind in (kind for kind in KINDS.values() if kind.limits == limits):
-                for step in bind_at_placeholders(program, limits, kind.processors)[1]:
+                for step in bind_program_at_placeholders(program, limits, kind.processors)[1]:
                     assert isinstance(step, Launch)
                     self.launches += 1
                     row = self.table[str(step.kernel)][kind.arch]
@@ -96,7 +96,7 @@ class Fitting:
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_launches_of_the_kit_fit_every_kind_of_device(name):
     fitting = Fitting()
-    for case in quick_cases(REGISTRY[name]):
+    for case in select_quick_cases(REGISTRY[name]):
         fitting.add(case, build_case_graph(case).graph)
     assert fitting.launches
     assert sorted(fitting.found) == []

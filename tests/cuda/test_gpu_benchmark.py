@@ -101,9 +101,9 @@ def cupy(monkeypatch):
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)

@@ -18,7 +18,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
 from hocket.backends.cupy.kernel_table import BINDINGS, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.generate_cases import quick_cases
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
@@ -40,7 +40,7 @@ from ..given.plans.grouped import everything_that_fits, weights_of
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_every_kernel_does_in_waves_of_64_lanes_what_its_op_means(name):
     """Ten cases of the quick run, which ``hocket check --backend hip-emulated`` makes whole."""
-    cases = quick_cases(REGISTRY[name])
+    cases = select_quick_cases(REGISTRY[name])
     check_cases(EmulatedHipBackend(), cases[:: max(1, len(cases) // 10)])
 
 
@@ -87,16 +87,16 @@ def cupy(monkeypatch):
     monkeypatch.setattr(
         cuda_driver, "find_early_launch_library", lambda *_: pytest.fail("launches are asked to begin early")
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "argsort", "gated_delta_net"])
 def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):
-    cases = quick_cases(REGISTRY[name])
+    cases = select_quick_cases(REGISTRY[name])
     check_cases(hip_driver.HipBackend(), cases[:: max(1, len(cases) // 6)])
 
 

@@ -160,9 +160,9 @@ def cupy(monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield fake
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def fails(*_: object) -> None:
@@ -216,7 +216,7 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 
 @needs_compiler
 def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
-    monkeypatch.setattr(HangWatchdog, "wait", fails)
+    monkeypatch.setattr(HangWatchdog, "wait_for_stream", fails)
     parts = all_reduce_case(2, (40,))
     rig = CollectiveRig(cuda_driver.CudaBackend(), parts)
     assert all(replay._collectives.transport.library is not None for replay in rig.replays)
@@ -237,5 +237,5 @@ def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
         ("libnvrtc.so.11.2", "libnvrtc.so.13"),
     ):
         monkeypatch.setattr(nvrtc, "find_library", lambda name, at=of_system: at)
-        assert nvrtc.find_installed_libraries()[0].name == newest
-        assert len(nvrtc.find_installed_libraries()) == 2 + (of_system is not None)
+        assert nvrtc.find_nvrtc_libraries()[0].name == newest
+        assert len(nvrtc.find_nvrtc_libraries()) == 2 + (of_system is not None)

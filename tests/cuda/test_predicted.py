@@ -12,15 +12,15 @@ from hocket.backends.capabilities import OTHER_OPS
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import KernelSource, read_kernel_text
-from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_with_counters
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
-from hocket.backends.cupy.time_model.block_counts import estimate_block_counts
+from hocket.backends.cupy.time_model.block_counts import estimate_block_executions
 from hocket.backends.cupy.time_model.control_flow import build_control_flow_graphs
 from hocket.backends.cupy.time_model.launch_time import GPUS, LaunchWork, estimate_launch_time
 from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.backends.fusion.operands import Operand
-from hocket.conformance.reports.emulator_checks import collect_counters
+from hocket.conformance.reports.emulator_checks import collect_launch_counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for_group, plan_from_json, plan_to_json
@@ -86,14 +86,14 @@ def count_launch(kernel, times, step=0):
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
     launches = LaunchBuilder(upload_array=lambda array: 0)
     launches.add_launch(SOURCE[kernel], 1, 128, [times, step, *operands])
-    return run_counted(launches.items[0])
+    return run_with_counters(launches.items[0])
 
 
 def loops(kernel, counted, arch):
     """How often blocks run that come back to themselves, with how many loads of 4 bytes each has."""
     cubin = nvrtc.compile(SOURCE[kernel].single_kernel_source, arch, (*nvrtc.OPTIONS, "-lineinfo"))
     blocks = build_control_flow_graphs(cubin.image)[cubin.mangled_names[kernel]]
-    ran = estimate_block_counts(blocks, counted.sites, 4)
+    ran = estimate_block_executions(blocks, counted.sites, 4)
     loads = [sum(n for place, n in b.access_bytes.items() if not place.is_store) / 4 for b in blocks]
     return [
         (n, have) for i, (n, have) in enumerate(zip(ran, loads, strict=True)) if i in blocks[i].successors and n > 0
@@ -144,7 +144,7 @@ def test_loads_that_need_one_another_wait_for_one_another(arch):
     ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"products_16bit": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
 ], ids=["packed", "dense"])  # fmt: skip
 def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
-    works = [estimate_launch_work(launch, arch) for launch in collect_counters([case])]
+    works = [estimate_launch_work(launch, arch) for launch in collect_launch_counters([case])]
     assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
 
 
@@ -154,7 +154,7 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
     works = [
         estimate_launch_work(launch, "sm_90a")
-        for launch in collect_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
+        for launch in collect_launch_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
     ]
     assert sum(work.warpgroup_products for work in works) == pytest.approx(
         2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15
@@ -166,7 +166,9 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
 def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmetic():
     """And loops run as often as their products read: no more than was counted."""
     cases = (f"attention(q=f32[128,1,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (256, 512))
-    short, long = (estimate_launch_work(collect_counters([case])[0], "sm_90a").warpgroup_products for case in cases)
+    short, long = (
+        estimate_launch_work(collect_launch_counters([case])[0], "sm_90a").warpgroup_products for case in cases
+    )
     assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
 
 

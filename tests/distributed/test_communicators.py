@@ -59,7 +59,7 @@ def test_devices_of_one_process_run_collectives_in_groups(case):
 def cuda_like(request, monkeypatch):
     """Devices that only NCCL joins, and such as reach each other's memory."""
     yield backend_of(monkeypatch, are_peers=False)[0] if request.param == "NCCL" else EmulatedBackend()
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @needs_compiler
@@ -153,9 +153,9 @@ def test_a_rank_that_is_done_waits_for_one_that_is_not():
 def test_whoever_waits_hears_that_another_rank_failed():
     def run(world):
         if world.rank == 1:
-            world.fail("the disk is full")
+            world.announce_failure("the disk is full")
         with pytest.raises(BackendError, match="rank 1 on machine1: the disk is full"):
-            world.broadcast_from_first(lambda: world.all_gather_bytes(b""))
+            world.broadcast_from_rank_0(lambda: world.all_gather_bytes(b""))
         raise ArithmeticError("ended")
 
     with pytest.raises(ArithmeticError):

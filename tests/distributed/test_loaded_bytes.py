@@ -14,7 +14,7 @@ from hocket import ops
 from hocket.distributed import RanksError
 from hocket.frontends.inference import device_group as devices
 from hocket.frontends.inference.device_group import DeviceGroup
-from hocket.frontends.inference.model_digest import identify_files
+from hocket.frontends.inference.model_digest import make_shared_mapping_key
 from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.scheduler.runtime.weight_digests import LEAF_BYTES, WORD_COLUMNS, compute_digest
@@ -83,10 +83,10 @@ def test_files_are_the_same_only_by_inode_and_on_one_machine(tmp_path, monkeypat
         os.utime(path, (1, 1))
     linked.hardlink_to(one)
     first, second, same = ([open_model(path).tensors[LARGE].file] for path in (one, two, linked))
-    assert identify_files(first) == identify_files(same) != identify_files(second)
-    assert identify_files([replace(first[0], inode="")]) == ""
+    assert make_shared_mapping_key(first) == make_shared_mapping_key(same) != make_shared_mapping_key(second)
+    assert make_shared_mapping_key([replace(first[0], inode="")]) == ""
     monkeypatch.setattr("hocket.frontends.inference.model_digest.BOOT_ID_FILE", tmp_path / "absent")
-    assert identify_files(first) == ""
+    assert make_shared_mapping_key(first) == ""
 
 
 def run_split(world, weights, split_mode, devices="numpy:0@0,numpy:0@1"):

@@ -16,12 +16,12 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
-from hocket.backends.kernel_tables import merge_tables
+from hocket.backends.kernel_tables import merge_disjoint_tables
 from hocket.frontends import models
 from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.family import FamilyTraits
-from hocket.ops.page import build_page
+from hocket.ops.page import build_op_reference
 from hocket.scheduler.planning import planner
 
 from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
@@ -30,7 +30,7 @@ DOCS = ROOT / "docs"
 
 
 def test_the_op_reference_is_up_to_date():
-    assert (DOCS / "ops.md").read_text("utf-8") == build_page(), "run python -m hocket.ops.page > docs/ops.md"
+    assert (DOCS / "ops.md").read_text("utf-8") == build_op_reference(), "run python -m hocket.ops.page > docs/ops.md"
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("write_*.py")), ids=lambda p: p.stem)
@@ -143,7 +143,7 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
     space: dict[str, object] = {"__name__": "guide"}
     exec(compile("\n".join(code), "add-a-cpu-kernel.md", "exec"), space)
     others = {name: bind for name, bind in program_binding.BINDINGS.items() if name not in space["BINDINGS"]}
-    monkeypatch.setattr(program_binding, "BINDINGS", merge_tables(others, space["BINDINGS"]))
+    monkeypatch.setattr(program_binding, "BINDINGS", merge_disjoint_tables(others, space["BINDINGS"]))
     x = hocket.input("x", (301, 77))
     graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
     run = hocket.load(planner.plan_for_group(graph, [(backend, backend.device(0))]), {})

@@ -24,7 +24,9 @@ def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> 
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
     for thread in range(threads):
         words = (raw, raw.shape[1], target, len(raw), columns)
-        assert call(weight_packing.make_pack_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+        assert (
+            call(weight_packing.make_pack_weights_kernel(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+        )
     return target
 
 
@@ -37,11 +39,17 @@ RECORD = np.dtype(
 def target_of(x: np.ndarray, kind: int) -> np.ndarray:
     """Bytes of rows as the kernel rounds them, aligned as it leaves them."""
     rows, columns = x.shape
-    nbytes = activation_quantisation.compute_quantised_bytes(rows, columns, kind)
+    nbytes = activation_quantisation.compute_quantised_activation_bytes(rows, columns, kind)
     raw = np.zeros(nbytes + compiler.ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % compiler.ALIGNMENT
-    target, pitch = raw[start : start + nbytes], activation_quantisation.compute_quantised_bytes(1, columns, kind)
-    assert call(activation_quantisation.round_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind) == 0
+    target, pitch = (
+        raw[start : start + nbytes],
+        activation_quantisation.compute_quantised_activation_bytes(1, columns, kind),
+    )
+    assert (
+        call(activation_quantisation.quantise_activation_rows, x, 4 * columns, rows, columns, 1, target, pitch, kind)
+        == 0
+    )
     return target
 
 

@@ -402,11 +402,13 @@ def test_dimensions_declared_parallel_can_be_sharded(op, text):
     whole = op.run_reference(arrays, node.attrs)
     bound = {
         f
-        for d in signature.dims
+        for d in signature.operand_dims
         if d.role is not DimensionRole.PARALLEL or len(d.factors) > 1 or d.may_be_one
         for f in d.factors
     }
-    names: list[str | None] = [f for d in signature.dims for f in d.factors if f not in bound and not f.isdecimal()]
+    names: list[str | None] = [
+        f for d in signature.operand_dims for f in d.factors if f not in bound and not f.isdecimal()
+    ]
     if all(o.leading in (LeadingAxes.EQUAL, LeadingAxes.NONE) for o in signature.operands):
         names.append(None)
     for name in dict.fromkeys(names):

@@ -103,8 +103,10 @@ def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
     """A parallel axis is an axis of the result, too; an axis that the result lacks has another role."""
     for signature in op.signatures.values() if op.infer_spec is None else ():
         factors = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
-        ends = [dim for dim in signature.dims if not factors & set(dim.factors) and not dim.factors[0].isdecimal()]
-        declared = {dim.factors for dim in signature.dims if dim.role is not DimensionRole.PARALLEL}
+        ends = [
+            dim for dim in signature.operand_dims if not factors & set(dim.factors) and not dim.factors[0].isdecimal()
+        ]
+        declared = {dim.factors for dim in signature.operand_dims if dim.role is not DimensionRole.PARALLEL}
         assert {dim.factors for dim in ends} <= declared
         if any(o.leading is LeadingAxes.EQUAL for o in signature.operands):
             assert all(r.leading is LeadingAxes.EQUAL for r in signature.results)

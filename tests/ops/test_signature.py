@@ -161,8 +161,8 @@ def test_an_axis_that_may_be_one_is_one_or_the_size():
 
 def test_leading_axes_are_equal_and_go_to_the_result():
     assert bind("a[..., n], b[..., n] -> [..., n]", (2, 3, 4), (2, 3, 4)).leading == (2, 3)
-    assert bind("a[..., n] -> [..., n]", (4,)).batch == 1
-    assert bind("a[..., n] -> [..., n]", (0, 5, 4)).batch == 0
+    assert bind("a[..., n] -> [..., n]", (4,)).batch_size == 1
+    assert bind("a[..., n] -> [..., n]", (0, 5, 4)).batch_size == 0
     message = "leading axes are [2] in a[..., n] but [3] in b[..., n]"
     assert refuse("a[..., n], b[..., n] -> [..., n]", (2, 4), (3, 4)) == message
     assert "leading axes are [2] in" in refuse("a[..., n], b[..., n] -> [..., n]", (2, 4), (4,))

@@ -16,7 +16,7 @@ from hocket.backends import find_device
 from hocket.graph import Graph, PlanError, constant, input, state, weight
 from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for_group
-from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_offsets, assign_repeatable_arena_offsets
+from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, assign_arena_offsets, assign_repeatable_arena_offsets
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.verifier.memory.program_verifier import find_program_faults, verify_program
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
@@ -252,7 +252,7 @@ LIFETIMES = st.lists(
 @given(LIFETIMES)
 @settings(deadline=None, derandomize=True)
 def test_no_two_live_values_share_a_byte(lifetimes):
-    arena = assign_offsets(lifetimes)
+    arena = assign_arena_offsets(lifetimes)
     for i, (a, at) in enumerate(zip(lifetimes, arena.offsets, strict=True)):
         assert at % ALIGNMENT == 0
         assert at + a.nbytes <= arena.nbytes or not a.nbytes

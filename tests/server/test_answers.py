@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from hocket.server.bodies.answers import AnswerParser, Delta, ParserOptions, merge_deltas
+from hocket.server.bodies.answers import AnswerParser, AnswerParserOptions, Delta, merge_deltas
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "} \\" {"}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "text": "} \\" {"}'
 
 
 def parse(parts: list[str], **options: Any) -> tuple[list[Delta], AnswerParser]:
-    parser = AnswerParser(ParserOptions(**options))
+    parser = AnswerParser(AnswerParserOptions(**options))
     deltas = [delta for part in parts for delta in parser.feed(part)]
     return merge_deltas([*deltas, *parser.finish()]), parser
 

@@ -154,7 +154,7 @@ def test_sampling_options_reach_the_engine(client: openai.OpenAI, server: Runnin
     assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repeat_penalty) == (0, 0, 0.2, 1.5)
     assert 0 < sampling.top_p < 1e-6
     assert (sampling.presence_penalty, sampling.repeat_last_n) == (1, -1)
-    (z,) = server.service.tokenizer.encode_inside("z")
+    (z,) = server.service.tokenizer.encode_continuation("z")
     assert dict(sampling.bias) == {65: -100, z: 3}
     assert request.params.seed == 2**64 - 7
     assert not request.uses_cache

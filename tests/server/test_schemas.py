@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hocket.server.bodies.schemas import ChatBody, CompletionBody, TextBody, decode_body
+from hocket.server.bodies.schemas import ChatBody, NativeCompletionBody, TextCompletionBody, decode_body
 from hocket.server.errors import ApiError
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
@@ -142,6 +142,6 @@ def test_stop_strings_are_a_tuple_without_empty_ones() -> None:
 
 def test_prompts_have_several_forms() -> None:
     for prompt in ("a", [1, 2], ["a", "b"], [[1], [2]], [1, "a"], {"prompt_string": "a"}):
-        assert decode_body(json.dumps({"prompt": prompt}).encode(), TextBody)[0].prompt == prompt
+        assert decode_body(json.dumps({"prompt": prompt}).encode(), TextCompletionBody)[0].prompt == prompt
     with pytest.raises(ApiError):
-        decode_body(b'{"prompt": 1}', CompletionBody)
+        decode_body(b'{"prompt": 1}', NativeCompletionBody)

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.server.bodies.schemas import ChatBody, CompletionBody, EmbeddingBody, TextBody, TokenizeBody
+from hocket.server.bodies.schemas import ChatBody, EmbeddingBody, NativeCompletionBody, TextCompletionBody, TokenizeBody
 from hocket.server.endpoints.anthropic import MessagesBody
 from hocket.server.errors import ApiError, as_api_error
 from hocket.server.options import ServerOptions
@@ -257,8 +257,8 @@ ODD_VALUES += ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", 
 ODD_BODIES = {
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "hi"}]}),
     "/v1/messages": (MessagesBody, {"messages": [{"role": "user", "content": "hi"}]}),
-    "/v1/completions": (TextBody, {"prompt": "hi"}),
-    "/completion": (CompletionBody, {"prompt": "hi"}),
+    "/v1/completions": (TextCompletionBody, {"prompt": "hi"}),
+    "/completion": (NativeCompletionBody, {"prompt": "hi"}),
     "/v1/embeddings": (EmbeddingBody, {"input": "hi"}),
     "/tokenize": (TokenizeBody, {}),
 }

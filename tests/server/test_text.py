@@ -47,7 +47,7 @@ def test_a_stream_has_the_same_text(client: openai.OpenAI) -> None:
 
 def test_prompts_have_several_forms(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.answer = lambda prompt: f"<{prompt}>"
-    h, i = server.service.tokenizer.encode_inside("hi")
+    h, i = server.service.tokenizer.encode_continuation("hi")
     texts = [choice.text for choice in complete(client, ["hi", "yo"], n=2).choices]
     assert texts == ["<hi>", "<hi>", "<yo>", "<yo>"]
     assert [choice.text for choice in complete(client, [[h, i], [h]]).choices] == ["<hi>", "<h>"]

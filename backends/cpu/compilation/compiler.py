@@ -82,12 +82,12 @@ def _load_kernel(definition: Kernel) -> tuple[int, object]:
     """Load a kernel and return its address and an object that keeps its code alive; compile it if it is not cached."""
     with _compile_lock:
         code = _read_cached_code(definition)
-        if code is None and definition.body is _named_kernel_placeholder:
+        if code is None and definition.body is _placeholder_body:
             raise LookupError(definition.name)
-        return _load_object(definition, code or _compile_and_cache(definition))
+        return _load_object_code(definition, code or _compile_and_cache(definition))
 
 
-def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
+def _load_object_code(definition: Kernel, code: bytes) -> tuple[int, object]:
     """Load object code, and return the address of the kernel and an object that keeps the code alive.
 
     If LLVM loads the code, each kernel has an execution engine of its own. LLVM mixes up the offset tables of several
@@ -107,7 +107,7 @@ def _load_object(definition: Kernel, code: bytes) -> tuple[int, object]:
     return int(engine.get_function_address(_symbol_name(definition))), (engine, module, code)
 
 
-def compile_missing(kernels: Iterable[Kernel]) -> None:
+def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
     """Compile the kernels that are not cached, after logging how many there are."""
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
@@ -116,15 +116,15 @@ def compile_missing(kernels: Iterable[Kernel]) -> None:
         _load_kernel(definition)
 
 
-def find_cached_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
+def find_cached_kernel_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
     """Return the addresses of kernels of this package by name; None if the code of any kernel is not cached."""
     try:
-        return {name: Kernel(name, _named_kernel_placeholder).address for name in names}
+        return {name: Kernel(name, _placeholder_body).address for name in names}
     except LookupError:
         return None
 
 
-def _named_kernel_placeholder(a: int, thread: int, threads: int) -> int:
+def _placeholder_body(a: int, thread: int, threads: int) -> int:
     """Stand for the unknown body of a cached kernel; compilation of this placeholder raises an error."""
     raise LookupError("it is never compiled")
 
@@ -169,9 +169,9 @@ PRECOMPILED_FOLDER = Path(__file__).parent / "compiled"
 @cache
 def _digest_kernel_sources() -> bytes:
     """Return the digest of the source files of all kernels and of the kernel compiler."""
-    here = Path(__file__)
-    folders = ("simd", "kernels")
-    sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).rglob("*.py"))])
+    cpu = Path(__file__).parents[1]
+    folders = ("compilation", "kernels", "simd", "steps")
+    sources = sorted([cpu / "target_cpu.py", *(path for folder in folders for path in (cpu / folder).rglob("*.py"))])
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())
@@ -192,26 +192,28 @@ def _find_numba_version() -> str:
     return version("numba")
 
 
-def compute_source_digest() -> bytes:
+def compute_kernel_code_digest() -> bytes:
     """Return a digest of everything that affects kernel code and argument words: sources, target and compilers."""
-    return _digest_kernel_sources() + _compiler_fingerprint()
+    return _digest_kernel_sources() + _make_compiler_fingerprint()
 
 
 @cache
-def _compiler_fingerprint() -> bytes:
+def _make_compiler_fingerprint() -> bytes:
     """Return the target, platform and compiler versions as bytes: all inputs of kernel code except the sources."""
-    where = (target_cpu.find_compile_target(), target_cpu.find_tile_support(), sys.platform)
+    where = (target_cpu.find_compile_target(), target_cpu.find_amx_support(), sys.platform)
     return repr((*where, _find_numba_version(), llvmlite.__version__)).encode()
 
 
-def _cache_file(definition: Kernel) -> Path | None:
+def _find_kernel_cache_file(definition: Kernel) -> Path | None:
     """Return the cache file of the compiled kernel; None for a kernel without a source file."""
     assert isinstance(definition.body, FunctionType)
     try:
-        outside = b"" if _is_builtin(definition.body) else _read_foreign_source(definition.body.__code__.co_filename)
+        outside = (
+            b"" if _is_builtin(definition.body) else _read_third_party_source(definition.body.__code__.co_filename)
+        )
     except OSError:
         return None
-    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _compiler_fingerprint())
+    return cache_folder() / "kernels" / _cache_file_name(definition, outside + _make_compiler_fingerprint())
 
 
 def _cache_file_name(definition: Kernel, besides: bytes = b"") -> str:
@@ -223,12 +225,12 @@ def _is_builtin(body: KernelBody) -> bool:
 
 
 @cache
-def _read_foreign_source(file: str) -> bytes:
+def _read_third_party_source(file: str) -> bytes:
     """Read the source file of a kernel of another package; changes in files that it imports stay unnoticed."""
     return Path(file).read_bytes()
 
 
-def _candidate_files(definition: Kernel) -> Iterator[Path]:
+def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
     """Yield the files that may hold compiled code of a kernel for this processor, the best file first."""
     shipped = (
         [
@@ -239,18 +241,20 @@ def _candidate_files(definition: Kernel) -> Iterator[Path]:
         else []
     )
     yield from shipped[:1]
-    if file := _cache_file(definition):
+    if file := _find_kernel_cache_file(definition):
         yield file
     yield from shipped[1:]
 
 
 def _read_cached_code(definition: Kernel) -> bytes | None:
     """Read the code of a kernel that came with the package or that an earlier process cached, or return None."""
-    return next((code for file in _candidate_files(definition) if (code := read_cached(file)) is not None), None)
+    return next(
+        (code for file in _list_compiled_kernel_files(definition) if (code := read_cached(file)) is not None), None
+    )
 
 
 def _is_cached(definition: Kernel) -> bool:
-    return any(file.exists() for file in _candidate_files(definition))
+    return any(file.exists() for file in _list_compiled_kernel_files(definition))
 
 
 def precompile_kernels(kernels: Iterable[Kernel]) -> int:
@@ -274,7 +278,7 @@ def _compile_and_cache(definition: Kernel) -> bytes:
     """Compile a kernel to object code, and cache the code for later processes."""
     with log_compilation(definition.name):
         code = _emit_object_code(definition)
-        if file := _cache_file(definition):
+        if file := _find_kernel_cache_file(definition):
             write_cached(file, code)
     return code
 
@@ -293,7 +297,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
     # start does not have, and then not even the symbols of the system are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **NUMBA_OPTIONS)(
-        _resolve_names(definition.body)
+        _bind_names_to_numba_objects(definition.body)
     )
     assembly = (
         function.inspect_llvm().replace(function.native_name, _symbol_name(definition)).replace(FOREIGN_PREFIX, "")
@@ -309,7 +313,7 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
     return module, machine
 
 
-def _resolve_names(body: KernelBody) -> KernelBody:
+def _bind_names_to_numba_objects(body: KernelBody) -> KernelBody:
     """Return `body` with its global names and closure cells bound to Numba objects for intrinsics and subroutines."""
     assert isinstance(body, FunctionType)
     names = {**body.__globals__}
@@ -327,7 +331,7 @@ def _to_numba(thing: Any) -> Any:
     if isinstance(thing, Subroutine):
         from numba import njit
 
-        return njit(**SUBROUTINE_OPTIONS)(_resolve_names(thing.body))
+        return njit(**SUBROUTINE_OPTIONS)(_bind_names_to_numba_objects(thing.body))
     if isinstance(thing, KernelArgs):  # Numba reads attributes of a module while it compiles
         module = ModuleType("words")
         for name in (*thing.fields, *thing.parts):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ..simd.vectors import ADDRESS, FLOAT, Intrinsic, load_float_word, load_word
+from ..simd.vectors import ADDRESS, FLOAT, Intrinsic, load_argument_float, load_argument_word
 
 FIELD_PATTERN = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")
 
@@ -66,7 +66,7 @@ class KernelArgs:
             block += words
         return block
 
-    def first_word(self, name: str) -> int:
+    def first_word_index(self, name: str) -> int:
         """Return the index of the first word of the field `name` in the argument block."""
         return self.fields[name].start
 
@@ -78,7 +78,7 @@ class KernelArgs:
         return self.parts[name] if name in self.parts else self.fields[name].loader
 
 
-RESERVED_NAMES = ("fields", "parts", "first_word")
+RESERVED_NAMES = ("fields", "parts", "first_word_index")
 
 
 def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> KernelArgs:
@@ -104,7 +104,7 @@ def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({}))
 
 def _make_argument_loader(start: int, is_single: bool, as_float: bool) -> Intrinsic:
     """Make the intrinsic that loads the argument word at `start`, or word i of a field of several words."""
-    load, result = (load_float_word, FLOAT) if as_float else (load_word, ADDRESS)
+    load, result = (load_argument_float, FLOAT) if as_float else (load_argument_word, ADDRESS)
 
     def one(b: Any, block: Any) -> Any:
         return load.body(b, block, block.type(start))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ....graph.dtypes import DType
 from ....graph.storage.disk_cache import make_cache_path, read_cached
-from .compiler import compute_source_digest
+from .compiler import compute_kernel_code_digest
 
 PREFETCH_DISTANCES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
 """Prefetch distances in bytes for the L1 cache and for the L2 cache.
@@ -24,7 +24,7 @@ TUNED_ROW_COUNTS = (1, 4)
 """Numbers of activation rows that are measured: one, and several."""
 
 
-def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int, int]:
+def find_prefetch_distances(dtype: DType, *, several: bool = False) -> tuple[int, int]:
     """Return the tuned prefetch distances of a weight dtype in bytes, for the L1 cache and for the L2 cache.
 
     Args:
@@ -37,4 +37,4 @@ def find_prefetch_distance(dtype: DType, *, several: bool = False) -> tuple[int,
 
 def make_distance_cache_path(dtype: DType) -> Path:
     """Return the file of the disk cache with the measured distances of a dtype."""
-    return make_cache_path("prefetch", compute_source_digest(), str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)
+    return make_cache_path("prefetch", compute_kernel_code_digest(), str(dtype), PREFETCH_DISTANCES, TUNED_ROW_COUNTS)

@@ -15,15 +15,20 @@ import numpy as np
 from ....graph.storage.disk_cache import make_cache_path, read_cached, write_cached
 from ...base import Comm, Device, Program
 from ...fusion.dataflow import Dataflow
-from ..compilation.compiler import ALIGNMENT, compile_missing, compute_source_digest, find_cached_addresses
-from ..steps.step_loop import run
-from ..tuning.prefetch_tuning import tune_for_program
+from ..compilation.compiler import (
+    ALIGNMENT,
+    compile_missing_kernels,
+    compute_kernel_code_digest,
+    find_cached_kernel_addresses,
+)
+from ..steps.step_loop import run_step_table
+from ..tuning.prefetch_tuning import tune_program_prefetch
 from .relocatable_tables import parse_relocatable_table
 from .replay import Replay, Segment
 from .thread_pool import ThreadPool
 
 
-def load_cached_replay(
+def load_or_bind_cached_replay(
     program: Program, buffers: Sequence[np.ndarray], on: Device, thread_pool: ThreadPool, comm: Comm
 ) -> Replay | None:
     """Load the cached binding of a program as a `Replay`; if it is missing, bind the program and cache the binding.
@@ -34,16 +39,16 @@ def load_cached_replay(
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
     tables = None if (data := read_cached(file)) is None else parse_relocatable_table(data)
-    loops = [run, *thread_pool.kernels]
-    kernels = None if tables is None else find_cached_addresses([*(loop.name for loop in loops), *tables.names])
+    loops = [run_step_table, *thread_pool.kernels]
+    kernels = None if tables is None else find_cached_kernel_addresses([*(loop.name for loop in loops), *tables.names])
     if tables is None or kernels is None:
-        from .program_binding import prebind_program  # and with it all kernels
+        from .program_binding import bind_relocatable_program  # and with it all kernels
 
-        tune_for_program(program, buffers)
-        tables, needed = prebind_program(program, thread_pool.threads)
+        tune_program_prefetch(program, buffers)
+        tables, needed = bind_relocatable_program(program, thread_pool.threads)
         if tables is None:
             return None
-        compile_missing([*loops, *needed])
+        compile_missing_kernels([*loops, *needed])
         kernels = {kernel.name: kernel.address for kernel in needed}
         write_cached(file, tables.to_bytes())
     names = [tables.names[kernel] for kernel in tables.kernels]
@@ -68,4 +73,4 @@ def _build_dataflow(program: Program) -> Dataflow:
 def find_binding_file(program: Program, threads: int) -> Path | None:
     """Return the path of the cache file for the binding of a program; None for a program without a cache name."""
     name = program.cache_name
-    return make_cache_path("bindings", name, threads, compute_source_digest()) if name else None
+    return make_cache_path("bindings", name, threads, compute_kernel_code_digest()) if name else None

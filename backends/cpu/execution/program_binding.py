@@ -19,7 +19,7 @@ from ...kernel_tables import find_op_package_binding
 from ..compilation.compiler import Kernel
 from ..kernels.kernel_table import BINDINGS, FUSED
 from ..steps.step_table import FusedBinding, InstructionBinder, StepTableBuilder, TableStep
-from .relocatable_tables import RelocatableTable, SymbolicMemory, build_relocatable_table, make_placeholder_addresses
+from .relocatable_tables import PlaceholderMemory, RelocatableTable, build_relocatable_table, make_placeholder_addresses
 from .replay import Replay, ReplayItems, Segment
 from .thread_pool import ThreadPool
 
@@ -45,7 +45,7 @@ def bind_program(
     addresses = [b.ctypes.data for b in buffers]
     flow, steps = _build_dataflow(program, addresses), StepTableBuilder(thread_pool.threads, comm)
     work: ReplayItems = []
-    for part in _build_segment_steps(flow, steps):
+    for part in _build_segments(flow, steps):
         if isinstance(part, int):
             quietly = np.errstate(all="ignore")
             work += [(part, quietly(call)) for call in in_python(program.instructions[part])]
@@ -54,15 +54,15 @@ def bind_program(
     return Replay(program, on, work, lambda: flow, thread_pool, comm, buffers)
 
 
-def prebind_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
+def bind_relocatable_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
     """Bind a program to placeholder addresses, and return its relocatable step table and its kernels.
 
     The table is None if the binding depends on addresses, other devices, other packages or Python calls.
     """
     ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
-    memory = SymbolicMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
+    memory = PlaceholderMemory(make_placeholder_addresses(len(program.buffers) + 1)[-1])
     parts = (
-        [*_build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory))]
+        [*_build_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads, table_memory=memory))]
         if ours
         else []
     )
@@ -88,7 +88,7 @@ def list_kernel_calls(
     instruction without a kernel.
     """
     flow = _build_placeholder_dataflow(program)
-    parts = list(_build_segment_steps(flow, StepTableBuilder(threads)))
+    parts = list(_build_segments(flow, StepTableBuilder(threads)))
     together = flow.groups_by_instruction()
     for part in parts:
         if not isinstance(part, int):
@@ -103,7 +103,7 @@ def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
     """Yield the kernels that `bind_program` would call for a program, by a binding at placeholder addresses."""
     return (
         step.kernel
-        for part in _build_segment_steps(_build_placeholder_dataflow(program), StepTableBuilder(threads))
+        for part in _build_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
         if not isinstance(part, int)
         for step in part
     )
@@ -126,7 +126,7 @@ def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
     return Dataflow(program, build_reader_table(program, operand))
 
 
-def _build_segment_steps(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
+def _build_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
     """Yield, in order, lists of consecutive steps of compiled code, and numbers of instructions without a kernel."""
     chains = _choose_fusions(flow)
     for group in flow.list_groups():
@@ -157,16 +157,18 @@ def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
     """
     chains: dict[Sequence[int], FusedBinding] = {}
     for number in range(len(flow.reader_table.program.instructions)):
-        longest = max(_find_fusions_from(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None)
+        longest = max(
+            _find_fusions_starting_at(flow, number), key=lambda chain: len(chain.instruction_numbers), default=None
+        )
         if longest is not None:
             flow.group_instructions(longest.instruction_numbers)
             chains[tuple(sorted(longest.instruction_numbers))] = longest
     return chains
 
 
-def _find_fusions_from(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
+def _find_fusions_starting_at(flow: Dataflow, number: int) -> Iterator[FusedBinding]:
     """Yield the fusions that begin at instruction `number` and can run as one group."""
-    for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.is_ungrouped(number) else ():
+    for find in FUSED.get(flow.bound_instruction(number).op, ()) if flow.can_join_fusion(number) else ():
         try:
             chain = find(flow, number)
         except NoKernelError as why:

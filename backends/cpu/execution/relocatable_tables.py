@@ -26,7 +26,7 @@ PLACEHOLDER_ZONE, PLACEHOLDER_OFFSET_BITS = 0x5A17 << 48, 36
 
 
 @dataclass(slots=True)
-class SymbolicMemory(TableMemory):
+class PlaceholderMemory(TableMemory):
     """Memory of step tables at placeholder addresses, after the placeholder buffers.
 
     `start` is the first address, `size` the allocated bytes, and `contents` has the bytes at each offset.
@@ -109,7 +109,7 @@ def parse_relocatable_table(data: bytes) -> RelocatableTable | None:
 
 
 def build_relocatable_table(
-    steps: Sequence[TableStep], threads: int, memory: SymbolicMemory, sizes: Sequence[int]
+    steps: Sequence[TableStep], threads: int, memory: PlaceholderMemory, sizes: Sequence[int]
 ) -> RelocatableTable | None:
     """Build the relocatable table of steps that were bound to placeholder addresses.
 

@@ -19,7 +19,7 @@ from ....graph.errors import BackendError, StepError
 from ...base import Array, Comm, Device, Program, run_calls
 from ...capabilities import STAND_IN, TimedKernel
 from ...fusion.dataflow import Dataflow
-from ..compilation.compiler import KERNEL_FUNCTION, compile_missing
+from ..compilation.compiler import KERNEL_FUNCTION, compile_missing_kernels
 from ..kernels import collectives
 from ..kernels.packed.weight_packing import INVALID_ROW
 from ..steps.step_loop import (
@@ -29,8 +29,8 @@ from ..steps.step_loop import (
     STEP_FAILED_OFFSET,
     STEP_WORDS,
     WHOLE_FLAG,
-    run,
-    run_timed,
+    run_step_table,
+    run_step_table_timed,
 )
 from ..steps.step_table import TableStep
 from ..steps.thread_sync import RUN_ARGS
@@ -97,7 +97,7 @@ class Segment:
         self.table = np.ascontiguousarray(table[: self.threads])
         self.shared_words = np.zeros(SHARED_BYTES // 8, np.int64)
         self.times = np.zeros(len(kernels) + 3, np.int64)
-        self._loop = self._loop_at(run.address, 0)
+        self._loop = self._make_bound_loop(run_step_table.address, 0)
 
     @classmethod
     def from_steps(cls, steps: Sequence[TableStep], threads: int, memory: object) -> Segment:
@@ -105,7 +105,7 @@ class Segment:
 
         `memory` is the object that keeps alive the memory to which the argument words point, except buffers.
         """
-        compile_missing([run, *(step.kernel for step in steps)])
+        compile_missing_kernels([run_step_table, *(step.kernel for step in steps)])
         table = build_step_table(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))
         return cls([step.kernel.name for step in steps], table, (steps, memory))
 
@@ -113,7 +113,7 @@ class Segment:
     def timed_segment(self) -> Segment:
         """A copy of the segment that also writes the start time of each step into `times`, for `parse_step_times`."""
         segment = copy(self)
-        segment._loop = self._loop_at(run_timed.address, self.times.ctypes.data)
+        segment._loop = self._make_bound_loop(run_step_table_timed.address, self.times.ctypes.data)
         return segment
 
     @staticmethod
@@ -139,7 +139,7 @@ class Segment:
             self.shared_words[:] = 0
             raise KernelStoppedError(number, status)
 
-    def _loop_at(self, loop_address: int, times_address: int) -> BoundLoop:
+    def _make_bound_loop(self, loop_address: int, times_address: int) -> BoundLoop:
         """Bind the compiled loop at `loop_address` to the table; `times_address` receives start times, 0 means none."""
         table, shared = self.table.ctypes.data, self.shared_words.ctypes.data
         words = np.array(ARGS(table=table, steps=len(self.kernel_names), shared=shared, times=times_address), np.int64)
@@ -206,12 +206,14 @@ class Replay:
                 raise why from None  # an interrupt: the number of finished steps is unknown
             if not isinstance(why, KernelStoppedError):
                 if isinstance(error.finished_instructions, int):
-                    error.finished_instructions = self._dataflow.find_finished_instructions(error.finished_instructions)
+                    error.finished_instructions = self._dataflow.find_instructions_finished_before(
+                        error.finished_instructions
+                    )
                 raise
             at = self.program.instructions[why.instruction_number]
             message = describe_missing_devices(self.comm, at.attrs["sequence"]) if why.is_late else str(why)
             raise StepError(
-                at.node, str(self.on), self._dataflow.find_finished_instructions(why.instruction_number), message
+                at.node, str(self.on), self._dataflow.find_instructions_finished_before(why.instruction_number), message
             ) from why
 
     def kernels(self) -> list[str]:
@@ -240,7 +242,7 @@ class Replay:
                 number,
                 partial(one.timed_segment.run, self.thread_pool)
                 if isinstance(one, Segment)
-                else partial(_call_timed, clock, one),
+                else partial(_record_call_times, clock, one),
             )
             for (number, one), clock in zip(self.work, self._clock_buffers, strict=True)
         ]
@@ -259,7 +261,7 @@ class Replay:
                 yield TimedKernel(kernel, together[first], start, end)
 
 
-def _call_timed(clock: memoryview, call: Callable[[], object]) -> None:
+def _record_call_times(clock: memoryview, call: Callable[[], object]) -> None:
     """Record the times of a Python call: make the call, and write its start and end in nanoseconds into `clock`."""
     clock[0] = time.monotonic_ns()
     call()

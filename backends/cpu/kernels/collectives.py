@@ -31,7 +31,7 @@ OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 
 
 @subroutine
-def wait_for_all(board, participants, timeout_ns):
+def wait_for_all_devices(board, participants, timeout_ns):
     """Wait at the barrier of all devices, at most `timeout_ns` nanoseconds. Return 0 or the status of the failure."""
     arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
@@ -52,7 +52,7 @@ def wait_for_all(board, participants, timeout_ns):
 
 
 @subroutine
-def publish_and_wait(board, rank, devices, source, target, number, timeout_ns):
+def publish_addresses_and_wait(board, rank, devices, source, target, number, timeout_ns):
     """Publish the operand and result addresses of this device, and wait for all devices.
 
     Return 0 or the status of the failure.
@@ -61,7 +61,7 @@ def publish_and_wait(board, rank, devices, source, target, number, timeout_ns):
     store_long(mine, source)
     store_long(mine + 8, target)
     store_long(mine + 16, number + 1)
-    status = wait_for_all(board, devices, timeout_ns)
+    status = wait_for_all_devices(board, devices, timeout_ns)
     for d in range(devices):
         if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16) != number + 1:
             status = OUT_OF_STEP
@@ -69,16 +69,16 @@ def publish_and_wait(board, rank, devices, source, target, number, timeout_ns):
 
 
 @subroutine
-def wait_until_released(board, rank, devices, timeout_ns):
+def wait_until_memory_released(board, rank, devices, timeout_ns):
     """Wait until all devices have finished with the memory of other devices. Return 0 or the status of the failure."""
-    status = wait_for_all(board, devices, timeout_ns)
+    status = wait_for_all_devices(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
     return status
 
 
 @subroutine
-def sum_operand_lanes(board, devices, at, left):
+def sum_lanes_over_devices(board, devices, at, left):
     """Sum up to 16 float32 at byte `at` over the operands of all devices."""
     total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):
@@ -93,16 +93,18 @@ ARGS = declare_args("board rank devices source target count number patience")
 def all_reduce(a, thread, threads):
     """Sum `count` float32 over all devices. `number` is the number of the collective, `patience` is in nanoseconds."""
     board, rank, devices, count = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a)
-    status = publish_and_wait(board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a))
+    status = publish_addresses_and_wait(
+        board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a)
+    )
     if status != 0:
         return status
     lo, hi = compute_thread_range((count + LANES - 1) // LANES, rank, devices)
     for block in range(lo, hi):
         at, left = 4 * LANES * block, count - LANES * block
-        total = sum_operand_lanes(board, devices, at, left)
+        total = sum_lanes_over_devices(board, devices, at, left)
         for d in range(devices):
-            store_up_to_16(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at, total, left)
-    return wait_until_released(board, rank, devices, ARGS.patience(a))
+            store_up_to_16_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at, total, left)
+    return wait_until_memory_released(board, rank, devices, ARGS.patience(a))
 
 
 SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own whole first number patience")
@@ -116,7 +118,7 @@ def reduce_scatter(a, thread, threads):
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, target, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.target(a), SCATTER_GATHER_ARGS.own(a)
-    status = publish_and_wait(
+    status = publish_addresses_and_wait(
         board, rank, devices, source, target, SCATTER_GATHER_ARGS.number(a), SCATTER_GATHER_ARGS.patience(a)
     )
     if status != 0:
@@ -124,10 +126,10 @@ def reduce_scatter(a, thread, threads):
     for row in range(SCATTER_GATHER_ARGS.outer(a)):
         at = 4 * (row * SCATTER_GATHER_ARGS.whole(a) + SCATTER_GATHER_ARGS.first(a))
         for i in range(0, own, LANES):
-            store_up_to_16(
-                target + 4 * (row * own + i), sum_operand_lanes(board, devices, at + 4 * i, own - i), own - i
+            store_up_to_16_lanes(
+                target + 4 * (row * own + i), sum_lanes_over_devices(board, devices, at + 4 * i, own - i), own - i
             )
-    return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
+    return wait_until_memory_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
 
 
 @kernel
@@ -138,7 +140,7 @@ def all_gather(a, thread, threads):
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.own(a)
-    status = publish_and_wait(
+    status = publish_addresses_and_wait(
         board,
         rank,
         devices,
@@ -154,8 +156,8 @@ def all_gather(a, thread, threads):
         for i in range(0, own, LANES):
             some = load_lanes_or_zero(source + 4 * (row * own + i), own - i)
             for d in range(devices):
-                store_up_to_16(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at + 4 * i, some, own - i)
-    return wait_until_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
+                store_up_to_16_lanes(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 8) + at + 4 * i, some, own - i)
+    return wait_until_memory_released(board, rank, devices, SCATTER_GATHER_ARGS.patience(a))
 
 
 @subroutine
@@ -167,7 +169,7 @@ def load_lanes_or_zero(p, left):
 
 
 @subroutine
-def store_up_to_16(p, value, left):
+def store_up_to_16_lanes(p, value, left):
     """Store up to 16 lanes to the `left` float32 at `p`."""
     if left >= LANES:
         store(p, value)
@@ -196,9 +198,9 @@ def all_reduce_through_buffers(a, thread, threads):
         some = min(buffer_elements, count - first)
         for at in range(0, some, LANES):
             mine = load_first_lanes(source + 4 * (first + at), some - at)
-            store_up_to_16(buffers + 4 * (buffer_elements * rank + at), mine, some - at)
+            store_up_to_16_lanes(buffers + 4 * (buffer_elements * rank + at), mine, some - at)
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16 + 8 * turn, number + 1)
-        status = wait_for_all(board, devices, SHARED_BUFFER_ARGS.patience(a))
+        status = wait_for_all_devices(board, devices, SHARED_BUFFER_ARGS.patience(a))
         for d in range(devices):
             if status == 0 and load_long(board + SLOTS_OFFSET + d * SLOT_BYTES + 16 + 8 * turn) != number + 1:
                 status = OUT_OF_STEP
@@ -208,7 +210,7 @@ def all_reduce_through_buffers(a, thread, threads):
             total = load_first_lanes(buffers + 4 * at, some - at)
             for d in range(1, devices):
                 total = add(total, load_first_lanes(buffers + 4 * (buffer_elements * d + at), some - at))
-            store_up_to_16(target + 4 * (first + at), total, some - at)
+            store_up_to_16_lanes(target + 4 * (first + at), total, some - at)
         first += some
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...kernel_tables import merge_list_tables, merge_tables
+from ...kernel_tables import merge_disjoint_tables, merge_list_tables
 from ..steps.step_table import FusionMatcher, InstructionBinder
 from . import collectives
 from .attention import bind_attention
@@ -14,7 +14,7 @@ from .rows import gather_scatter, norms, reductions, rope
 from .rowwise import arrangements, hyper_connections, parametric_units
 from .vector import elementwise
 
-BINDINGS: Mapping[str, InstructionBinder] = merge_tables(
+BINDINGS: Mapping[str, InstructionBinder] = merge_disjoint_tables(
     elementwise.BINDINGS,
     norms.BINDINGS,
     gated_units.BINDINGS,

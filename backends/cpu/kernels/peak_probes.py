@@ -10,7 +10,7 @@ from ..simd.amx import TILE_MEMORY_BYTES
 from ..simd.byte_vectors import dot4
 from ..simd.vectors import add, add_int, fma, load, load_bytes, prefetch, prefetch_l2, store, to_float, zero_ints, zeros
 from ..steps.partition import compute_thread_range
-from .vector.amx_tiles import select_tile_operations
+from .vector.amx_tiles import select_amx_tile_operations
 
 LINES_PER_ITERATION = 8
 """Cache lines that are read in one turn, each into its own sum."""
@@ -58,7 +58,7 @@ MULTIPLY_ARGS = declare_args("turns values sums")
 
 
 @kernel
-def multiply_floats(a, thread, threads):
+def repeat_float_multiply_adds(a, thread, threads):
     """Repeat float32 multiply-adds of two vectors in registers, to measure arithmetic speed.
 
     A turn has `INDEPENDENT_SUMS` of them. Each thread has 64 bytes for its sums.
@@ -76,7 +76,7 @@ def multiply_floats(a, thread, threads):
 
 
 @kernel
-def multiply_bytes(a, thread, threads):
+def repeat_int8_dot_products(a, thread, threads):
     """Repeat int8 dot products of two vectors in registers, to measure arithmetic speed.
 
     A turn has `INDEPENDENT_SUMS` of them. A dot product adds four products in each 32-bit lane. Each thread has 64
@@ -101,12 +101,12 @@ INDEPENDENT_TILES = 4
 
 
 @cache
-def make_multiply_tiles_kernel() -> Kernel:
+def make_repeat_amx_tile_products_kernel() -> Kernel:
     """Make the kernel that repeats bfloat16 AMX tile products, to measure arithmetic speed.
 
     A turn has `INDEPENDENT_TILES` of them. Each thread has `TILE_MEMORY_BYTES`.
     """
-    unit = select_tile_operations()
+    unit = select_amx_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]
     m0, m1, m2, m3 = (unit.multiply(2 * row + k, 4 + row, 6 + k) for row in range(2) for k in range(2))

@@ -55,7 +55,7 @@ def release_tiles(b, memory):
 
 
 @cache
-def clear_tile(tile: int) -> Intrinsic:
+def make_tile_clear(tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory)`` that fills tile register `tile` with zeros."""
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tilezero", ir.Constant(_i8, tile)))
 
@@ -69,13 +69,13 @@ def _make_tile_move(instruction: str, tile: int) -> Intrinsic:
 
 
 @cache
-def load_tile(tile: int) -> Intrinsic:
+def make_tile_load(tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory, p, step)`` that loads 16 rows, `step` bytes apart, into tile register `tile`."""
     return _make_tile_move("llvm.x86.tileloadd64", tile)
 
 
 @cache
-def load_tile_streaming(tile: int) -> Intrinsic:
+def make_streaming_tile_load(tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory, p, step)`` that loads tile register `tile` without use of the L1 cache.
 
     The 16 rows are `step` bytes apart.
@@ -84,13 +84,13 @@ def load_tile_streaming(tile: int) -> Intrinsic:
 
 
 @cache
-def store_tile(tile: int) -> Intrinsic:
+def make_tile_store(tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory, p, step)`` that stores tile register `tile` as 16 rows, `step` bytes apart."""
     return _make_tile_move("llvm.x86.tilestored64", tile)
 
 
 @cache
-def add_tile_products(sum_tile: int, activation_tile: int, weight_tile: int) -> Intrinsic:
+def make_tile_product(sum_tile: int, activation_tile: int, weight_tile: int) -> Intrinsic:
     """Make the intrinsic ``(memory)`` that adds the matrix product of two bfloat16 tiles to a float32 tile.
 
     The arguments are numbers of tile registers.

@@ -28,7 +28,7 @@ def yield_core(b):
 
 
 @intrinsic(ADDRESS)
-def sleep_briefly(b):
+def sleep_50_microseconds(b):
     """Sleep for at least 50 microseconds, so that the operating system regards the core as idle."""
     return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
 

@@ -31,7 +31,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 """The smallest byte with first digit 1, and the smallest byte with first digit 2."""
 
 
-def _list_remainders(b: Any, coded: Any) -> list[Any]:
+def _shift_to_each_digit(b: Any, coded: Any) -> list[Any]:
     """Shift the bytes of `coded` by 0 to 4 digits: in result i, the first digit of each byte is digit i of `coded`."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
@@ -45,7 +45,7 @@ def _first_digit(b: Any, x: Any) -> Any:
     return b.select(b.icmp_unsigned(">=", x, bytes_of(MIN_BYTE_OF_TWO)), bytes_of(2), one)
 
 
-def _take_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
+def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
     """Select the 16 lanes `lane_numbers` of the concatenation of the first `SHORT_LANES` lanes of all parts."""
     sources = [divmod(number, SHORT_LANES) for number in lane_numbers]
     joined = parts[sources[0][0]]
@@ -56,13 +56,13 @@ def _take_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
 
 
 @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
-def load_trits(b, long_address, short_address):
+def load_ternary_codes(b, long_address, short_address):
     """Load and decode the ternary codes of 32 columns of 16 rows.
 
     `long_address` has 64 bytes and `short_address` has 40 bytes. 24 bytes after the 40 bytes are read, too.
     """
-    vectors = _list_remainders(b, simd.load_bytes.body(b, long_address))
-    short = [b.bitcast(x, _I) for x in _list_remainders(b, simd.load_bytes.body(b, short_address))]
+    vectors = _shift_to_each_digit(b, simd.load_bytes.body(b, long_address))
+    short = [b.bitcast(x, _I) for x in _shift_to_each_digit(b, simd.load_bytes.body(b, short_address))]
     for first in range(0, 3 * LANES, LANES):
-        vectors.append(b.bitcast(_take_lanes(b, short, range(first, first + LANES)), _B))
+        vectors.append(b.bitcast(_select_concatenated_lanes(b, short, range(first, first + LANES)), _B))
     return pack_vectors(b, [_first_digit(b, x) for x in vectors])

@@ -19,33 +19,34 @@ _F, _I = llvm_type(FLOATS), llvm_type(INTS)
 _TWICE = ir.VectorType(_i16, 2 * LANES)
 
 
-class _Brain(ir.Type):
+class _BFloat16Type(ir.Type):
     """The LLVM type ``bfloat``, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Brain)
+        return isinstance(other, _BFloat16Type)
 
     def __hash__(self) -> int:
         return hash("bfloat")
 
 
-_BRAINS = ir.VectorType(_Brain(), 2 * LANES)
+_BFLOAT16_VECTOR = ir.VectorType(_BFloat16Type(), 2 * LANES)
 
 
-def round_to_bf16(b: Any, low: Any, high: Any) -> Any:
+def round_and_concat_as_bf16(b: Any, low: Any, high: Any) -> Any:
     """Round two float32 vectors to bfloat16 and concatenate the 32 bit patterns, `low` before `high`.
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """
     if not find_target_features().get("avx512bf16"):
         halves = [
-            b.trunc(b.lshr(_round_to_upper_bits(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)
+            b.trunc(b.lshr(_round_bits_to_bf16_precision(b, v), ints_of(16)), ir.VectorType(_i16, LANES))
+            for v in (low, high)
         ]
         return b.shuffle_vector(*halves, _lane_order([*range(2 * LANES)]))
-    name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_BRAINS, [_F, _F])
+    name, kind = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", ir.FunctionType(_BFLOAT16_VECTOR, [_F, _F])
     return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
 
 
@@ -60,19 +61,21 @@ def _lane_order(lanes: list[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
 
 
-def round_to_bf16_pairs(b: Any, first: Any, second: Any) -> Any:
+def round_and_interleave_as_bf16(b: Any, first: Any, second: Any) -> Any:
     """Round two float32 vectors to bfloat16 and interleave the lanes as pairs, `first` in the lower half.
 
     Rounding is to nearest, ties to even; NaN stays NaN.
     """
     if not find_target_features().get("avx512bf16"):
-        return b.or_(b.lshr(_round_to_upper_bits(b, first), ints_of(16)), _round_to_upper_bits(b, second))
-    shorts = round_to_bf16(b, first, second)
+        return b.or_(
+            b.lshr(_round_bits_to_bf16_precision(b, first), ints_of(16)), _round_bits_to_bf16_precision(b, second)
+        )
+    shorts = round_and_concat_as_bf16(b, first, second)
     order = _lane_order([lane + half for lane in range(LANES) for half in (0, LANES)])
     return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
 
 
-def _round_to_upper_bits(b: Any, vector: Any) -> Any:
+def _round_bits_to_bf16_precision(b: Any, vector: Any) -> Any:
     """Round float32 lanes to bfloat16 precision, and return their bits with lower halves of zero; NaN stays NaN."""
     bits = b.bitcast(vector, _I)
     odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
@@ -94,12 +97,12 @@ def second_of_pairs(b, pairs):
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
 def store_bf16(b, address, low, high):
     """Store two float32 vectors as 32 consecutive bfloat16, `low` before `high`."""
-    shorts = round_to_bf16(b, low, high)
+    shorts = round_and_concat_as_bf16(b, low, high)
     b.store(shorts, b.inttoptr(address, shorts.type.as_pointer()), align=2)
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE, *[FLOATS] * 4)
-def store_dequantised_bf16(b, address, codes, low_scale, high_scale, low_bias, high_bias):
+def store_dequantised_bf16_tile(b, address, codes, low_scale, high_scale, low_bias, high_bias):
     """Store ``scale * code + bias`` of 32 columns of 16 weight rows as bfloat16 pairs, the layout of an AMX tile.
 
     The low half of the columns and the high half have a scale and a bias for each row.
@@ -112,6 +115,6 @@ def store_dequantised_bf16(b, address, codes, low_scale, high_scale, low_bias, h
             code = b.and_(b.lshr(numbers, ints_of(8 * k)), ints_of(255))
             values.append(simd.fma.body(b, scale, simd.to_float.body(b, code), bias))
         for k in range(2):
-            pair = round_to_bf16_pairs(b, values[2 * k], values[2 * k + 1])
+            pair = round_and_interleave_as_bf16(b, values[2 * k], values[2 * k + 1])
             at = b.add(address, ir.Constant(address.type, 64 * (2 * j + k)))
             b.store(pair, b.inttoptr(at, pair.type.as_pointer()), align=64)

@@ -19,7 +19,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from .bf16_pairs import first_of_pairs, round_to_bf16, round_to_bf16_pairs, second_of_pairs, widen_bf16
+from .bf16_pairs import (
+    first_of_pairs,
+    round_and_concat_as_bf16,
+    round_and_interleave_as_bf16,
+    second_of_pairs,
+    widen_bf16,
+)
 from .permute_lanes import transpose_vectors
 from .vectors import ADDRESS, FLOATS, LANES, NOTHING, Intrinsic, absolute, intrinsic
 
@@ -29,7 +35,7 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @cache
-def store_bf16_terms(term_count: int) -> Intrinsic:
+def make_store_of_bf16_pair_terms(term_count: int) -> Intrinsic:
     """Make an intrinsic that splits two float32 vectors into bfloat16 terms and stores the terms as interleaved pairs.
 
     The intrinsic is ``(to, step, first, second)``. The 16 pairs of a term are consecutive, and terms are `step` bytes
@@ -39,7 +45,7 @@ def store_bf16_terms(term_count: int) -> Intrinsic:
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store_terms(b, to, step, first, second):
         for term in range(term_count):
-            pairs = round_to_bf16_pairs(b, first, second)
+            pairs = round_and_interleave_as_bf16(b, first, second)
             b.store(pairs, b.inttoptr(to, pairs.type.as_pointer()), align=4)
             if term < term_count - 1:
                 first = b.fsub(first, first_of_pairs.body(b, pairs))
@@ -50,7 +56,7 @@ def store_bf16_terms(term_count: int) -> Intrinsic:
 
 
 @cache
-def store_ordered_bf16_terms(term_count: int) -> Intrinsic:
+def make_store_of_ordered_bf16_terms(term_count: int) -> Intrinsic:
     """Make an intrinsic that splits 32 float32 into bfloat16 terms and stores the numbers of each term in order.
 
     The intrinsic is ``(to, step, low, high)``. The 32 numbers of a term are consecutive, and terms are `step` bytes
@@ -60,7 +66,7 @@ def store_ordered_bf16_terms(term_count: int) -> Intrinsic:
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store_terms(b, to, step, low, high):
         for term in range(term_count):
-            shorts = round_to_bf16(b, low, high)
+            shorts = round_and_concat_as_bf16(b, low, high)
             b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
             if term < term_count - 1:
                 low, high = (
@@ -81,7 +87,7 @@ def _zero_nonfinite(b: Any, vector: Any) -> Any:
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS)
-def transpose_16_bit(b, source, step, destination):
+def transpose_32x16_shorts(b, source, step, destination):
     """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows of 32 numbers."""
 
     def load_row(i: int) -> Any:

@@ -44,16 +44,16 @@ the lowest bit of the result. The first byte selects the bits that add up to the
 """
 
 
-def find_instruction(instructions_by_feature: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
+def find_supported_instruction(instructions_by_feature: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
     """Return the first instruction that the target processor supports, with its operand bytes, or None."""
     return next(
         (known for feature, known in instructions_by_feature.items() if find_target_features().get(feature)), None
     )
 
 
-def has_dot4() -> bool:
+def has_dot4_instruction() -> bool:
     """Return whether the target processor has an instruction for `dot4`, an int8 dot product of four bytes."""
-    return find_instruction(DOT4_INSTRUCTIONS) is not None
+    return find_supported_instruction(DOT4_INSTRUCTIONS) is not None
 
 
 def apply_per_register(b: Any, instruction: str, result_element: ir.Type, register_bytes: int, *values: Any) -> Any:
@@ -68,7 +68,7 @@ def apply_per_register(b: Any, instruction: str, result_element: ir.Type, regist
     """
     result = ir.VectorType(result_element, 8 * register_bytes // result_element.width)
     parts = [
-        simd.call_llvm(b, instruction, result, *(_slice_vector(b, v, i, register_bytes) for v in values))
+        simd.emit_llvm_call(b, instruction, result, *(_slice_vector(b, v, i, register_bytes) for v in values))
         for i in range(_count_vector_bytes(values[0]) // register_bytes)
     ]
     while len(parts) > 1:
@@ -76,12 +76,12 @@ def apply_per_register(b: Any, instruction: str, result_element: ir.Type, regist
     return parts[0]
 
 
-def move_bits(b: Any, x: Any, from_bit: int, width: int, to_bit: int) -> Any:
+def move_bit_field(b: Any, x: Any, from_bit: int, width: int, to_bit: int) -> Any:
     """Move the field of `width` bits in each byte from bit `from_bit` to bit `to_bit`, and clear the other bits."""
     if (
         from_bit != to_bit
         and find_target_features().get("gfni")
-        and (known := find_instruction(BIT_MATRIX_INSTRUCTIONS)) is not None
+        and (known := find_supported_instruction(BIT_MATRIX_INSTRUCTIONS)) is not None
     ):
         name, size = known
         rows = [1 << bit - to_bit + from_bit if to_bit <= bit < to_bit + width else 0 for bit in reversed(range(8))]
@@ -120,7 +120,7 @@ def splat_4_bytes(b, address):
     return b.bitcast(b.shuffle_vector(one, one, ir.Constant(_I, [0] * _I.count)), _B)
 
 
-def make_byte_table(values: list[int]) -> Intrinsic:
+def make_byte_lookup_table(values: list[int]) -> Intrinsic:
     """Make an intrinsic that returns a lookup table of 16 bytes, repeated four times for `look_up_in_table`."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 
@@ -128,16 +128,16 @@ def make_byte_table(values: list[int]) -> Intrinsic:
 @intrinsic(BYTES, BYTES)
 def absolute_bytes(b, x):
     """Return the absolute values of 64 signed bytes, as unsigned bytes."""
-    return simd.call_llvm(b, "llvm.abs.v64i8", _B, x, ir.Constant(ir.IntType(1), 0))
+    return simd.emit_llvm_call(b, "llvm.abs.v64i8", _B, x, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(BYTES, BYTES, BYTES)
-def look_up(b, table, indices):
+def look_up_in_table(b, table, indices):
     """Look up bytes in a table of 16 bytes: byte i of the result is ``table[indices[i]]``, for indices from 0 to 15.
 
     `table` holds the same 16 bytes four times.
     """
-    if (known := find_instruction(SHUFFLE_INSTRUCTIONS)) is not None:
+    if (known := find_supported_instruction(SHUFFLE_INSTRUCTIONS)) is not None:
         name, size = known
         return apply_per_register(b, name, _B.element, size, table, indices)
     found = bytes_of(0)
@@ -150,7 +150,7 @@ def look_up(b, table, indices):
 @intrinsic(INTS, INTS, BYTES, BYTES)
 def dot4(b, sums, unsigned_bytes, signed_bytes):
     """Add the dot product of four adjacent unsigned and signed bytes to each int32 lane of `sums`."""
-    if (known := find_instruction(DOT4_INSTRUCTIONS)) is not None:
+    if (known := find_supported_instruction(DOT4_INSTRUCTIONS)) is not None:
         name, size = known
         return apply_per_register(b, name, _i32, size, sums, unsigned_bytes, signed_bytes)
     # Even and odd bytes as 16-bit lanes, multiplied and added in pairs: vpmaddwd on x86, smull and smlal on Arm.

@@ -8,10 +8,10 @@ from llvmlite import ir
 
 from .dot_tiles import pack_vectors, unpack_vectors
 from .permute_lanes import fold_1, fold_2, fold_4, fold_8
-from .vectors import ADDRESS, FLOATS, Intrinsic, fma, intrinsic, load, vector_tuple_type, zeros
+from .vectors import ADDRESS, FLOATS, Intrinsic, fma, format_tuple_type, intrinsic, load, zeros
 
 CROSS_ROWS = 4
-PRODUCTS_TYPE = vector_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
+PRODUCTS_TYPE = format_tuple_type(FLOATS, CROSS_ROWS * CROSS_ROWS)
 
 
 @intrinsic(PRODUCTS_TYPE)
@@ -20,7 +20,7 @@ def zero_products(b):
 
 
 @intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
-def add_16_columns(b, sums, rows, step, other_rows, other_step):
+def add_4x4_row_products(b, sums, rows, step, other_rows, other_step):
     """Add the products of 16 columns to the 16 dot products of four rows with four other rows.
 
     Rows are `step` bytes apart, the other rows `other_step` bytes.
@@ -36,7 +36,7 @@ def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
 
 
 @intrinsic(FLOATS, PRODUCTS_TYPE)
-def reduce_products(b, sums):
+def reduce_4x4_products(b, sums):
     """Reduce each of the 16 dot products to the sum of its lanes, in one vector.
 
     The first four lanes belong to the first row and all other rows, the next four lanes to the second row.

@@ -30,14 +30,14 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from . import vectors as simd
-from .byte_vectors import look_up, move_bits, splat_4_bytes
-from .int8_dots import DotProducts, WeightCodes
+from .byte_vectors import look_up_in_table, move_bit_field, splat_4_bytes
+from .int8_dots import DotProductEmitter, WeightCodeProperties
 from .permute_lanes import fold_4, fold_8
-from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, vector_tuple_type
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, format_tuple_type, intrinsic
 
 CODE_VECTORS, COLUMN_HALVES = 8, 2
 """Number of 64-byte vectors of codes in 32 columns; and number of column halves, which may have scales of their own."""
-CODES_TYPE, TWO_CODES_TYPE = (vector_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
+CODES_TYPE, TWO_CODES_TYPE = (format_tuple_type(BYTES, count * CODE_VECTORS) for count in (1, 2))
 _CHAR = ir.IntType(8).as_pointer()
 
 RECORD_BYTES, SCALES_OFFSET, STARTS_OFFSET, SUMS_OFFSET = 56, 32, 40, 48
@@ -85,7 +85,9 @@ def _record_address(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 # -------------------------------------------------------------------------------------------------------- codes
 
 
-def make_code_loader(plane_widths: tuple[int, ...], table: Intrinsic | None = None, to_bit: int = 0) -> Intrinsic:
+def make_weight_code_loader(
+    plane_widths: tuple[int, ...], table: Intrinsic | None = None, to_bit: int = 0
+) -> Intrinsic:
     """Make an intrinsic ``(p, h) -> codes`` that loads the weight codes of 32 columns of 16 rows from bit planes.
 
     Args:
@@ -96,26 +98,27 @@ def make_code_loader(plane_widths: tuple[int, ...], table: Intrinsic | None = No
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def load_codes_of_planes(b, p, h):
-        vectors = _unpack_fields(b, p, plane_widths[0], to_bit)
+        vectors = _unpack_plane_fields(b, p, plane_widths[0], to_bit)
         for high in plane_widths[1:]:
             vectors = [
-                b.or_(x, y) for x, y in zip(vectors, _unpack_fields(b, h, high, plane_widths[0] + to_bit), strict=True)
+                b.or_(x, y)
+                for x, y in zip(vectors, _unpack_plane_fields(b, h, high, plane_widths[0] + to_bit), strict=True)
             ]
         if table is not None:
-            vectors = [look_up.body(b, table.body(b), x) for x in vectors]
+            vectors = [look_up_in_table.body(b, table.body(b), x) for x in vectors]
         return pack_vectors(b, vectors)
 
     return load_codes_of_planes
 
 
-def _unpack_fields(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
+def _unpack_plane_fields(b: Any, plane: Any, width: int, to_bit: int = 0) -> list[Any]:
     """Return eight vectors with one bit field of a plane in each byte, at bit `to_bit`.
 
     Vector j has field ``j % fields`` of each byte of plane vector ``j // fields``, with ``fields = 8 // width``.
     """
     fields = 8 // width
     vectors = [simd.load_bytes.body(b, _offset_address(b, plane, 64 * i)) for i in range(width)]
-    return [move_bits(b, vectors[j // fields], j % fields * width, width, to_bit) for j in range(CODE_VECTORS)]
+    return [move_bit_field(b, vectors[j // fields], j % fields * width, width, to_bit) for j in range(CODE_VECTORS)]
 
 
 @intrinsic(NOTHING, ADDRESS, CODES_TYPE)
@@ -141,7 +144,7 @@ first_codes, second_codes = (
 # ------------------------------------------------------------------------------------------------ rows at a time
 
 
-UNKNOWN_CODES = WeightCodes()
+UNKNOWN_CODES = WeightCodeProperties()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class DotTile:
 
 
 @cache
-def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN_CODES) -> DotTile:
+def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties = UNKNOWN_CODES) -> DotTile:
     """Make the intrinsics of a register tile of activation rows by groups of 16 weight rows.
 
     The tile has one vector of float32 sums for each row and group, ordered by row.
@@ -196,8 +199,8 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN
         codes: Properties of the weight codes.
     """
     known = codes
-    rows_of = vector_tuple_type(ADDRESS, row_count)
-    sums_of = vector_tuple_type(FLOATS, row_count * group_count)
+    rows_of = format_tuple_type(ADDRESS, row_count)
+    sums_of = format_tuple_type(FLOATS, row_count * group_count)
     places = [(i, g) for i in range(row_count) for g in range(group_count)]
     # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
     together = [(0, 1)] if simd.count_vector_registers() == simd.MANY_REGISTERS or len(places) == 1 else [(0,), (1,)]
@@ -243,20 +246,21 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN
         """Return the int32 dot products of the given column halves, by half, row and group."""
         first = {
             half: [
-                _initial_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None) for record in records
+                _emit_initial_dot_sum(b, record, SUMS_OFFSET + 4 * half if loads_initial_sums else None)
+                for record in records
             ]
             for half in halves
         }
-        products = DotProducts(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
+        products = DotProductEmitter(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
         for j in range(CODE_VECTORS // COLUMN_HALVES):
             for half in halves:
                 column = half * CODE_VECTORS // COLUMN_HALVES + j
-                weights = [products.prepare_weight(vector[column]) for vector in vectors]
+                weights = [products.prepare_weight_codes(vector[column]) for vector in vectors]
                 for i, record in enumerate(records):
                     four = splat_4_bytes.body(b, _offset_address(b, record, 4 * column))
                     for g in range(group_count):
-                        products.add((half, i, g), weights[g], four)
-        return products.finish()
+                        products.emit_dot4((half, i, g), weights[g], four)
+        return products.finish_sums()
 
     def make_add_products(loads_initial_sums: bool) -> Intrinsic:
         @intrinsic(
@@ -366,7 +370,7 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN
         row_addresses_by_slot=row_addresses_by_slot,
         zero_sums=zero_sums,
         add_dot_products=make_add_products(loads_initial_sums=False),
-        add_centred_dot_products=make_add_products(loads_initial_sums=not codes.uses_signed_codes),
+        add_centred_dot_products=make_add_products(loads_initial_sums=not codes.uses_centred_codes),
         add_biases=add_biases,
         add_outer_product=add_outer_product,
         add_inner_product=add_inner_product,
@@ -381,7 +385,7 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodes = UNKNOWN
     )
 
 
-def _initial_sum(b: Any, record: Any, offset: int | None) -> Any:
+def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
     """Emit the initial int32 lanes of a dot product: a number at `offset` of the record, or a constant.
 
     Without `offset` the constant `ONE_AND_A_HALF_BITS` is the initial value.

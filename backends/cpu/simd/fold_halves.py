@@ -30,7 +30,7 @@ def _fold_two_vectors(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]
 
 
 @intrinsic(FLOATS, FLOATS, FLOATS)
-def fold_max_magnitude(b, x, y):
+def reduce_two_to_max_magnitude(b, x, y):
     """Reduce both vectors to their largest magnitudes, one in each half of the result; NaN if a lane is NaN.
 
     Magnitudes are compared as integers, because the bits of a NaN are larger than the bits of all numbers.
@@ -41,25 +41,25 @@ def fold_max_magnitude(b, x, y):
 
 
 @intrinsic(INTS, INTS, INTS)
-def fold_sum(b, x, y):
+def reduce_two_to_sum(b, x, y):
     """Reduce both int32 vectors to their sums, one in each half of the result."""
     return _fold_two_vectors(b, x, y, b.add)
 
 
 @intrinsic(FLOATS, FLOATS)
-def splat_first(b, halves):
+def splat_lower_half(b, halves):
     """Repeat the number of the lower half in all 16 lanes."""
     return b.shuffle_vector(halves, halves, _lanes([0] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
-def splat_second(b, halves):
+def splat_upper_half(b, halves):
     """Repeat the number of the upper half in all 16 lanes."""
     return b.shuffle_vector(halves, halves, _lanes([HALF_LANES] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
-def sum_and_second(b, halves):
+def add_upper_half_to_lower(b, halves):
     """Add the number of the upper half to the lower half; the upper half is unchanged."""
     swapped = b.shuffle_vector(halves, halves, _lanes([*range(HALF_LANES, LANES), *range(HALF_LANES)]))
     return b.shuffle_vector(
@@ -68,7 +68,7 @@ def sum_and_second(b, halves):
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_pair(b, address, halves):
+def store_both_halves(b, address, halves):
     """Store the numbers of both halves as two consecutive float32."""
     simd.store_long.body(
         b, address, b.bitcast(b.shuffle_vector(halves, halves, _lanes([0, HALF_LANES])), ir.IntType(64))

@@ -62,7 +62,7 @@ def store_first_f16(b, address, vector, count):
     _store_first(b, address, b.bitcast(b.fptrunc(vector, _HALVES), _SHORTS), count)
 
 
-def _bf16_bits(b: Any, vector: Any) -> Any:
+def _round_bits_to_bf16(b: Any, vector: Any) -> Any:
     """Round float32 lanes to bfloat16, ties to even, and return their bits; NaN stays NaN.
 
     The upper half of each int32 lane is the bfloat16. The lower half is arbitrary.
@@ -77,11 +77,11 @@ def _bf16_bits(b: Any, vector: Any) -> Any:
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_first_bf16(b, address, vector, count):
     """Store the first `count` float32 lanes as bfloat16, rounded to nearest, ties to even; NaN stays NaN."""
-    _store_first(b, address, b.trunc(b.lshr(_bf16_bits(b, vector), _ints(16)), _SHORTS), count)
+    _store_first(b, address, b.trunc(b.lshr(_round_bits_to_bf16(b, vector), _ints(16)), _SHORTS), count)
 
 
 @intrinsic(FLOATS, FLOATS)
-def round_to_half(b, vector):
+def round_to_f16(b, vector):
     """Round each float32 lane to the nearest float16 value, ties to even; the result is float32."""
     return b.fpext(b.fptrunc(vector, _HALVES), _F)
 
@@ -89,18 +89,18 @@ def round_to_half(b, vector):
 @intrinsic(FLOATS, FLOATS)
 def round_to_bf16(b, vector):
     """Round each float32 lane to the nearest bfloat16 value, ties to even; the result is float32."""
-    return b.bitcast(b.and_(_bf16_bits(b, vector), _ints(-0x10000)), _F)
+    return b.bitcast(b.and_(_round_bits_to_bf16(b, vector), _ints(-0x10000)), _F)
 
 
 @intrinsic(FLOATS, ADDRESS)
-def splat_f16(b, address):
+def load_splat_f16(b, address):
     """Load one float16 from `address` and repeat it, as float32, in all 16 lanes."""
     one = b.load(b.inttoptr(address, ir.HalfType().as_pointer()), align=2)
     return splat.body(b, b.fpext(one, ir.FloatType()))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
-def store_f16(b, address, vector):
+def store_lane_0_as_f16(b, address, vector):
     """Store lane 0 of a float32 vector as one float16."""
     half = b.fptrunc(lane_0.body(b, vector), ir.HalfType())
     b.store(half, b.inttoptr(address, half.type.as_pointer()), align=2)

@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ..target_cpu import find_target_features
-from .byte_vectors import absolute_bytes, apply_per_register, dot4, has_dot4
+from .byte_vectors import absolute_bytes, apply_per_register, dot4, has_dot4_instruction
 from .vectors import bytes_of
 
 _i8, _i16, _i32 = (ir.IntType(n) for n in (8, 16, 32))
@@ -50,7 +50,7 @@ def _find_pair_instructions() -> tuple[int, str, str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightCodes:
+class WeightCodeProperties:
     """Properties of weight codes: largest code, zero point, and whether half blocks have scales of their own."""
 
     max_code: int = 255
@@ -58,54 +58,54 @@ class WeightCodes:
     has_half_scales: bool = True
 
     @property
-    def max_16_bit_sums(self) -> int:
+    def max_pair_sums_in_int16(self) -> int:
         """The number of sums of two products that can be added in 16 bits without overflow."""
         return 0x7FFF // (2 * MAX_ACTIVATION * self.max_code)
 
     @property
-    def uses_signed_codes(self) -> bool:
+    def uses_centred_codes(self) -> bool:
         """Whether dot products on this processor use centred codes: codes minus the zero point."""
         fits = 0 < self.zero_point <= MAX_ACTIVATION + 1 and self.max_code - self.zero_point <= MAX_ACTIVATION
-        if has_dot4() or not fits:
+        if has_dot4_instruction() or not fits:
             return False
         return (
             self.max_code > MAX_ACTIVATION
             if find_target_features().get("dotprod")
-            else not self.max_16_bit_sums and _find_pair_instructions() == PAIR_INSTRUCTIONS["avx2"]
+            else not self.max_pair_sums_in_int16 and _find_pair_instructions() == PAIR_INSTRUCTIONS["avx2"]
         )
 
 
-class DotProducts:
+class DotProductEmitter:
     """Emitter of LLVM code for several int8 dot products, each with a sum of 16 int32 lanes under a key.
 
     `sums` has the initial values by key.
     """
 
-    def __init__(self, b: Any, codes: WeightCodes, sums: dict[Any, Any]) -> None:
+    def __init__(self, b: Any, codes: WeightCodeProperties, sums: dict[Any, Any]) -> None:
         self.b, self.codes, self.sums = b, codes, sums
-        self._uses_signed_codes = codes.uses_signed_codes
-        self._uses_dot4 = has_dot4() or (
-            find_target_features().get("dotprod") and (self._uses_signed_codes or codes.max_code <= MAX_ACTIVATION)
+        self._uses_centred_codes = codes.uses_centred_codes
+        self._uses_dot4 = has_dot4_instruction() or (
+            find_target_features().get("dotprod") and (self._uses_centred_codes or codes.max_code <= MAX_ACTIVATION)
         )
         self._pair_instructions = (
             None
-            if self._uses_dot4 or not (self._uses_signed_codes or codes.max_16_bit_sums)
+            if self._uses_dot4 or not (self._uses_centred_codes or codes.max_pair_sums_in_int16)
             else _find_pair_instructions()
         )
         self._short_sums: dict[Any, tuple[int, Any]] = {}
 
-    def prepare_weight(self, codes: Any) -> tuple[Any, Any]:
+    def prepare_weight_codes(self, codes: Any) -> tuple[Any, Any]:
         """Return a vector of weight codes in the form that `emit_dot4` needs: 8-bit factors, and signs or None.
 
         With pair instructions, centred codes become magnitudes, and the second value has their signs. The result serves
         several rows of activations.
         """
-        if not self._uses_signed_codes:
+        if not self._uses_centred_codes:
             return codes, None
         less = self.b.sub(codes, bytes_of(self.codes.zero_point))
         return (absolute_bytes.body(self.b, less), less) if self._pair_instructions else (less, None)
 
-    def add(self, key: Any, weight: tuple[Any, Any], activations: Any) -> None:
+    def emit_dot4(self, key: Any, weight: tuple[Any, Any], activations: Any) -> None:
         """Emit code that adds four adjacent products of weight codes and activations to each lane of the sum `key`.
 
         Lane i of the sum gains ``weight[4 i + k] * activations[4 i + k]`` for k = 0 to 3.
@@ -117,7 +117,7 @@ class DotProducts:
         """
         b, (factors, signs) = self.b, weight
         if self._pair_instructions is None:
-            if has_dot4() or not self._uses_dot4:
+            if has_dot4_instruction() or not self._uses_dot4:
                 self.sums[key] = dot4.body(b, self.sums[key], factors, activations)
             else:
                 self.sums[key] = apply_per_register(b, SDOT_INSTRUCTION, _i32, 16, self.sums[key], factors, activations)
@@ -128,10 +128,10 @@ class DotProducts:
         x = apply_per_register(b, two, _i16, size, factors, activations)
         count, before = self._short_sums.get(key, (0, None))
         self._short_sums[key] = count + 1, x if before is None else b.add(before, x)
-        if count + 1 == max(1, self.codes.max_16_bit_sums):
+        if count + 1 == max(1, self.codes.max_pair_sums_in_int16):
             self._widen_short_sum(key)
 
-    def finish(self) -> dict[Any, Any]:
+    def finish_sums(self) -> dict[Any, Any]:
         """Emit code that adds the pending 16-bit sums, and return the sums by key."""
         for place in list(self._short_sums):
             self._widen_short_sum(place)

@@ -26,17 +26,19 @@ from .vectors import (
 _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
-def _make_shuffle(order: Sequence[int]) -> Intrinsic:
+def _make_two_vector_shuffle(order: Sequence[int]) -> Intrinsic:
     """Make an intrinsic that shuffles the lanes of two vectors into `order`; 16 and up is the second vector."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 
 
-evens, odds = (_make_shuffle(range(j, 2 * LANES, 2)) for j in (0, 1))
-first_pairs, last_pairs = (_make_shuffle([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8))
+evens, odds = (_make_two_vector_shuffle(range(j, 2 * LANES, 2)) for j in (0, 1))
+first_pairs, last_pairs = (
+    _make_two_vector_shuffle([i + j for i in range(s, s + 8) for j in (0, LANES)]) for s in (0, 8)
+)
 
 
-def _make_every_fourth(first: int) -> Intrinsic:
+def _make_every_fourth_lane_selection(first: int) -> Intrinsic:
     """Make an intrinsic that selects every fourth of the 64 lanes of four vectors, beginning with lane `first`."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
@@ -48,7 +50,7 @@ def _make_every_fourth(first: int) -> Intrinsic:
     return select_every_fourth
 
 
-fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth(j) for j in range(4))
+fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth_lane_selection(j) for j in range(4))
 
 
 def _make_pairwise_sum(distance: int) -> Intrinsic:

@@ -26,12 +26,12 @@ def _concat_vectors(b: Any, x: Any, y: Any) -> Any:
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, count), list(range(count))))
 
 
-def _load_8_bit_blocks(b: Any, first: Any, second: Any) -> Any:
+def _load_two_int8_blocks_as_unsigned(b: Any, first: Any, second: Any) -> Any:
     """Load two blocks of 32 signed bytes as one vector of unsigned bytes: each byte plus 128."""
     return b.xor(_concat_vectors(b, _load_byte_run(b, first, 32), _load_byte_run(b, second, 32)), bytes_of(128))
 
 
-def _load_4_bit_blocks(b: Any, first: Any, second: Any) -> Any:
+def _load_two_int4_blocks_as_unsigned(b: Any, first: Any, second: Any) -> Any:
     """Load two blocks of 32 4-bit integers as one vector of unsigned bytes: each integer plus 8, as it is stored.
 
     The low halves of the 16 bytes are the first half of a block.
@@ -61,13 +61,13 @@ def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> In
 
 
 transpose_8_bit_blocks, transpose_4_bit_blocks = (
-    _make_block_transpose(_load_8_bit_blocks),
-    _make_block_transpose(_load_4_bit_blocks),
+    _make_block_transpose(_load_two_int8_blocks_as_unsigned),
+    _make_block_transpose(_load_two_int4_blocks_as_unsigned),
 )
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def gather_f16(b, source, step, last, destination):
+def copy_strided_f16(b, source, step, last, destination):
     """Copy 16 float16 at a stride of `step` bytes to consecutive memory; number `last` replaces missing numbers."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):

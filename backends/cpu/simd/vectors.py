@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
-from ..target_cpu import find_target_features, is_native
+from ..target_cpu import find_target_features, is_native_target
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"
 FLOATS, INTS, BYTES = "f32x16", "i32x16", "i8x64"
@@ -26,7 +26,7 @@ _F, _I, _B = ir.VectorType(_f32, 16), ir.VectorType(_i32, 16), ir.VectorType(_i8
 _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS: _I, BYTES: _B}
 
 
-def vector_tuple_type(element_type: str, count: int) -> str:
+def format_tuple_type(element_type: str, count: int) -> str:
     """Format the type name of a tuple of `count` elements, such as ``f32x16*4``; it is an LLVM array."""
     return f"{element_type}*{count}"
 
@@ -105,9 +105,9 @@ FOREIGN_PREFIX = "hocket.of."
 """Prefix of LLVM intrinsics of another architecture, while Numba generates code for this architecture."""
 
 
-def call_llvm(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any:
+def emit_llvm_call(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any:
     """Emit a call of the LLVM intrinsic `name`, which may be specific to the target processor."""
-    if is_native():
+    if is_native_target():
         return _call(b, name, result_type, *values)
     import llvmlite.binding as llvm
 
@@ -125,13 +125,13 @@ def _first_lanes_mask(b: Any, count: Any) -> Any:
 
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS)
-def load_word(b, argument_block, index):
+def load_argument_word(b, argument_block, index):
     """Load the 64-bit argument at `index` of the argument block of a kernel."""
     return b.load(b.gep(_pointer(b, argument_block, _i64), [index]))
 
 
 @intrinsic(FLOAT, ADDRESS, ADDRESS)
-def load_float_word(b, argument_block, index):
+def load_argument_float(b, argument_block, index):
     """Load the float32 argument at `index` of an argument block: the low 32 bits of its word."""
     return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, argument_block, _i64), [index])), _i32), _f32)
 
@@ -209,7 +209,7 @@ def gather_lanes(b, address, byte_offsets):
 
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
-def lane_indices(b, first, end):
+def clamped_lane_indices(b, first, end):
     """Return the int32 indices `first`, ``first + 1``, ... in 16 lanes, clamped to at most ``end - 1``."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
@@ -285,7 +285,7 @@ round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint
 
 
 @intrinsic(INTS, FLOATS)
-def round_below_2_22(b, x):
+def round_small_floats_to_int(b, x):
     """Round float32 lanes of a magnitude below 2**22 to int32, ties to even: add 1.5 * 2**23 and take the mantissa."""
     shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
     return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
@@ -308,7 +308,7 @@ def where_nonzero(b, x, then, otherwise):
     return b.select(b.fcmp_unordered("!=", x, _const(_F, 0.0)), then, otherwise)
 
 
-def _make_choice(comparison: str) -> Intrinsic:
+def _make_nan_propagating_choice(comparison: str) -> Intrinsic:
     """Make an intrinsic that selects lane x if ``x comparison y``, else lane y; NaN if either lane is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -318,10 +318,10 @@ def _make_choice(comparison: str) -> Intrinsic:
     return choose
 
 
-larger, smaller = _make_choice(">"), _make_choice("<")
+larger, smaller = _make_nan_propagating_choice(">"), _make_nan_propagating_choice("<")
 
 
-def make_comparison(comparison: str) -> Intrinsic:
+def make_lane_comparison(comparison: str) -> Intrinsic:
     """Make an intrinsic that returns 1.0 in lanes with ``x comparison y``, else 0.0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -377,13 +377,13 @@ lane_max, lane_min = _make_lane_reduction(larger.body), _make_lane_reduction(sma
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
-def greater_bits(b, x, y):
+def greater_bitmask(b, x, y):
     """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
-def not_less_or_equal_bits(b, x, y):
+def greater_or_nan_bitmask(b, x, y):
     """Return a bitmask as an integer: bit i is set if lane i of `x` is greater than lane i of `y`, or either is NaN."""
     return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 

@@ -18,21 +18,21 @@ from .vectors import (
     add,
     count_vector_registers,
     fma,
+    format_tuple_type,
     intrinsic,
     llvm_type,
     load,
     splat_from,
     store,
-    vector_tuple_type,
     zeros,
 )
 
 SCALARS_PER_ROW = 4
-SUMS_TYPE = vector_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
+SUMS_TYPE = format_tuple_type(FLOATS, 4 * SCALARS_PER_ROW)
 """Type of 16 vectors of sums, the largest number; processors with few registers leave some vectors unused."""
 
 
-def _rows_and_vectors() -> tuple[int, int]:
+def _choose_step_size() -> tuple[int, int]:
     """Choose the size of one step: the number of rows that it adds, and the number of vectors of each row.
 
     With two rows an instruction does not wait for the previous sum.
@@ -46,13 +46,13 @@ def _address_constant(value: int) -> Any:
 
 @intrinsic(ADDRESS)
 def rows_per_step(b):
-    return _address_constant(_rows_and_vectors()[0])
+    return _address_constant(_choose_step_size()[0])
 
 
 @intrinsic(ADDRESS)
-def bytes_per_step(b):
+def row_bytes_per_step(b):
     """Return the number of bytes of each row that one step adds."""
-    return _address_constant(64 * _rows_and_vectors()[1])
+    return _address_constant(64 * _choose_step_size()[1])
 
 
 @intrinsic(SUMS_TYPE)
@@ -67,7 +67,7 @@ def add_weighted_rows(b, sums, rows_address, row_stride, first_weights, second_w
     Rows begin at `rows_address` and are `row_stride` bytes apart. Each weights argument is the address of consecutive
     float32 weights, one per row.
     """
-    rows, vectors = _rows_and_vectors()
+    rows, vectors = _choose_step_size()
     known = unpack_vectors(b, sums)
     for row in range(rows):
         start = b.add(rows_address, b.mul(row_stride, _address_constant(row)))
@@ -81,9 +81,9 @@ def add_weighted_rows(b, sums, rows_address, row_stride, first_weights, second_w
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, SUMS_TYPE)
-def store_sums(b, address, row_stride, sums):
+def store_weighted_sums(b, address, row_stride, sums):
     """Store the four weighted sums as rows that are `row_stride` bytes apart."""
-    rows, vectors = _rows_and_vectors()
+    rows, vectors = _choose_step_size()
     known = unpack_vectors(b, sums)
     for kind in range(SCALARS_PER_ROW):
         for i in range(vectors):

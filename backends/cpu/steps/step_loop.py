@@ -10,7 +10,7 @@ from ..simd.atomics import (
     load_shared,
     read_cycle_counter,
     read_monotonic_clock,
-    sleep_briefly,
+    sleep_50_microseconds,
     store_shared,
     yield_core,
 )
@@ -37,7 +37,7 @@ SHARED_BYTES = 128
 def back_off(spin_count):
     """Wait a little after `spin_count` vain checks of a spin loop: spin, then yield the core, then sleep."""
     if spin_count > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
-        sleep_briefly()
+        sleep_50_microseconds()
     elif spin_count > SPINS_BEFORE_YIELD:
         yield_core()
 
@@ -61,7 +61,7 @@ ARGS = declare_args("table steps shared times")
 
 
 @subroutine
-def run_table(a, thread, threads, times):
+def run_steps_of_thread(a, thread, threads, times):
     """Run every step of the step table of this thread, with a barrier before the steps that need one.
 
     Return 0, or the status of the step that stopped the run. Unless `times` is 0, thread 0 writes the ticks at the
@@ -97,15 +97,15 @@ def run_table(a, thread, threads, times):
 
 
 @kernel
-def run(a, thread, threads):
+def run_step_table(a, thread, threads):
     """Run all steps of the step table of this thread. Return 0, or the status of the step that stopped the run."""
-    return run_table(a, thread, threads, 0)
+    return run_steps_of_thread(a, thread, threads, 0)
 
 
 @kernel
-def run_timed(a, thread, threads):
+def run_step_table_timed(a, thread, threads):
     """Run all steps of the step table of this thread and write their times, as `run_steps_of_thread` explains.
 
     Waiting time counts for the step that waits. The result is as in `run_step_table`.
     """
-    return run_table(a, thread, threads, ARGS.times(a))
+    return run_steps_of_thread(a, thread, threads, ARGS.times(a))

@@ -133,7 +133,7 @@ class StepTableBuilder:
         part, moved = ThreadWork(words, reads, writes), _count_moved_bytes(reads, writes) if nbytes is None else nbytes
         self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
-    def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
+    def is_shared_by_threads(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
         """Return whether `add` shares a step with these operands and results among threads."""
         return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
 
@@ -247,26 +247,26 @@ class StepTableBuilder:
                 return memory
         raise AssertionError("never")
 
-    def find_derived(self, key: Hashable) -> Sequence[Operand] | None:
+    def find_derived_operands(self, key: Hashable) -> Sequence[Operand] | None:
         """Return the derived operands under `key`; None if these operands or their sources have been overwritten."""
         known = self._derived_operands.get(key)
         return None if known is None else known[0]
 
-    def register_derived(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
+    def register_derived_operands(self, key: Hashable, operands: Sequence[Operand], sources: Sequence[Operand]) -> None:
         """Register operands that were derived from `sources` under `key`, so that later steps use them.
 
         The registration ends when a step overwrites `operands` or `sources`.
         """
         self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
-    def set_per_thread_value(self, operands: Sequence[Operand], value: Operand) -> None:
+    def register_per_thread_values(self, operands: Sequence[Operand], value: Operand) -> None:
         """Register operands that hold the contents of `value`, one for each thread; `value` itself is not written."""
         self.invalidate_regions([value.region])
-        self.register_derived(("own", value.region), operands, [value])
+        self.register_derived_operands(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
         """Return the operand of each thread that holds the contents of `value`, or None."""
-        own = self.find_derived(("own", value.region))
+        own = self.find_derived_operands(("own", value.region))
         return None if own is None else [with_layout_of(o, value) for o in own]
 
     def invalidate_regions(self, written: Sequence[Region]) -> None:

@@ -37,7 +37,7 @@ def take_work_item(tickets, following):
 
 
 @subroutine
-def finish_queue(tickets, mine, item_count, threads):
+def reset_queue(tickets, mine, item_count, threads):
     """Reset the work queue to 0 if this thread took the last ticket of all threads."""
     if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)

@@ -18,7 +18,7 @@ from .. import target_cpu
 from ..compilation.compiler import KERNEL_FUNCTION, Kernel
 from ..kernels import peak_probes
 from ..simd import amx
-from ..simd.byte_vectors import has_dot4
+from ..simd.byte_vectors import has_dot4_instruction
 from .prefetch_tuning import MAX_GROUP_ROWS, TimedMatmul
 
 MEASUREMENT_RUNS = 5
@@ -56,7 +56,7 @@ class _TimedKernel:
         self._kernel(self._block.ctypes.data, thread, self._threads)
 
 
-class MemoryReadTest:
+class MemoryBandwidthTest:
     """A test of memory read bandwidth, with several threads and memory that should exceed every cache.
 
     The test takes the best of several patterns, so that no kernel exceeds the peak. The patterns are `READ_PATTERNS`,
@@ -86,7 +86,9 @@ class MemoryReadTest:
     def measure_bytes_per_second(self) -> float:
         """Measure the memory bandwidth of the best pattern now, in bytes/s."""
         seconds = min(run.measure_seconds() for run in self._runs)
-        return max(self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds()))
+        return max(
+            self._memory[0].nbytes / seconds, self._matmul.nbytes / min(self._matmul.measure_seconds_by_distance())
+        )
 
 
 def read_last_cache_bytes() -> int:
@@ -102,25 +104,29 @@ def read_last_cache_bytes() -> int:
 def measure_float32_peak(threads: int) -> float:
     """Measure the peak float32 operations/s of fused multiply-adds, two operations each."""
     values = np.full(32, 0.5, np.float32)
-    return 2 * _measure_multiplications_per_second(peak_probes.multiply_floats, values, threads)
+    return 2 * _measure_multiplications_per_second(peak_probes.repeat_float_multiply_adds, values, threads)
 
 
 def measure_int8_peak(threads: int) -> float | None:
     """Measure the peak operations/s of int8 dot products; None if the processor has no such instruction."""
     return (
-        2 * 4 * _measure_multiplications_per_second(peak_probes.multiply_bytes, np.ones(128, np.uint8), threads)
-        if has_dot4()
+        2
+        * 4
+        * _measure_multiplications_per_second(peak_probes.repeat_int8_dot_products, np.ones(128, np.uint8), threads)
+        if has_dot4_instruction()
         else None
     )
 
 
 def measure_bf16_tile_peak(threads: int) -> float | None:
     """Measure the peak bfloat16 operations/s of AMX tile products; None if the processor has no AMX."""
-    if target_cpu.find_tile_support() != target_cpu.AMX:
+    if target_cpu.find_amx_support() != target_cpu.AMX:
         return None
     memory, turns = np.zeros(amx.TILE_MEMORY_BYTES * threads, np.uint8), MULTIPLY_TURNS // 4
     run = _TimedKernel(
-        peak_probes.make_multiply_tiles_kernel(), peak_probes.TILE_ARGS(turns=turns, memory=memory.ctypes.data), threads
+        peak_probes.make_repeat_amx_tile_products_kernel(),
+        peak_probes.TILE_ARGS(turns=turns, memory=memory.ctypes.data),
+        threads,
     )
     products = 2 * amx.TILE_ROWS * amx.TILE_ROWS * amx.TILE_ROW_BYTES // 2
     return products * peak_probes.INDEPENDENT_TILES * turns * threads / run.measure_fastest_seconds()

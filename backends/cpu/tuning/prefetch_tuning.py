@@ -34,7 +34,7 @@ MAX_GROUP_ROWS = 64
 """Maximum rows of a group in any packed form."""
 
 
-def tune_for_program(program: Program, buffers: Sequence[np.ndarray]) -> None:
+def tune_program_prefetch(program: Program, buffers: Sequence[np.ndarray]) -> None:
     """Tune the prefetch distances of every dtype that has many weights in a program and no cached result.
 
     The measured products use the weights of the program, because a copy would take additional memory.
@@ -62,18 +62,19 @@ def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None
         if read < MAX_TUNING_BYTES
     ]
     write_cached(
-        make_distance_cache_path(dtype), bytes(_choose_fastest(dtype, some, rows) for rows in TUNED_ROW_COUNTS)
+        make_distance_cache_path(dtype),
+        bytes(_choose_fastest_distances(dtype, some, rows) for rows in TUNED_ROW_COUNTS),
     )
 
 
-def _choose_fastest(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
+def _choose_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
     """Return the index in `PREFETCH_DISTANCES` of the pair with the fastest run for a number of activation rows.
 
     Disturbances only make a run slower.
     """
     reading = TimedMatmul(dtype, matrices, 1, rows)
-    reading.measure_seconds()
-    seconds = np.min([reading.measure_seconds() for _ in range(TUNING_ROUNDS)], axis=0)
+    reading.measure_seconds_by_distance()
+    seconds = np.min([reading.measure_seconds_by_distance() for _ in range(TUNING_ROUNDS)], axis=0)
     rates = ", ".join(f"{c}: {reading.nbytes / s / 1e9:.1f}" for c, s in zip(PREFETCH_DISTANCES, seconds, strict=True))
     log.debug("GB/s of %s by bytes fetched ahead, %d rows: %s", dtype, rows, rates)
     best = int(np.argmin(seconds))
@@ -93,7 +94,7 @@ class TimedMatmul:
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, row_count: int = 1) -> None:
         form = FORMATS.get(dtype)
-        blocks = packed_matmul.make_packed_tiling(form) if form else float_matmul.make_float_tiling(dtype)
+        blocks = packed_matmul.make_packed_weight_tiling(form) if form else float_matmul.make_float_weight_tiling(dtype)
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
         rows, stride = np.max([matrix.shape for matrix in matrices], axis=0)
         x, y = np.zeros(stride // dtype.block_bytes * dtype.block, np.float32), np.zeros(rows, np.float32)
@@ -138,7 +139,7 @@ class TimedMatmul:
         )
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
-    def measure_seconds(self) -> list[float]:
+    def measure_seconds_by_distance(self) -> list[float]:
         """Run once with each pair of prefetch distances, and return the seconds of each run."""
         return [self._measure_run(blocks) for blocks in self._blocks]
 

@@ -38,7 +38,7 @@ class IterationAxes:
         """The fields of the C struct `Axes`: the axis count and the size of each axis, padded with 1."""
         return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
-    def make_walk_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
+    def make_operand_stride_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
         """Return the fields of the C struct `Walk` for operand `k`: its address and its strides, padded with 0."""
         return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
@@ -57,7 +57,7 @@ def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> I
     """
     axes: list[tuple[int, ...]] = []
     for axis, m in enumerate(reversed(shape)):
-        own = [_find_size_and_stride(o, axis) for o in operands]
+        own = [_find_size_and_stride_from_end(o, axis) for o in operands]
         tiles = {n for n, _ in own if n not in (1, m)}
         require_supported(len(tiles) <= 1, "operands are tiled in different ways")
         if not tiles:
@@ -72,7 +72,7 @@ def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> I
     )
 
 
-def _find_size_and_stride(operand: Operand, axis: int) -> tuple[int, int]:
+def _find_size_and_stride_from_end(operand: Operand, axis: int) -> tuple[int, int]:
     """Return the size and the stride of an operand's axis, where `axis` counts from the end: 0 is the last axis."""
     if axis >= len(operand.shape):
         return 1, 0

@@ -61,7 +61,7 @@ class LaunchBuilder:
         items, self.items = tuple(self.items), []
         return items
 
-    def has_shared_bytes(self, shared_bytes: int) -> bool:
+    def can_allocate_shared_bytes(self, shared_bytes: int) -> bool:
         """Return whether a thread block of the device can allocate `shared_bytes` bytes of dynamic shared memory."""
         return (
             shared_bytes <= DEFAULT_SHARED_BYTES
@@ -91,7 +91,7 @@ class LaunchBuilder:
             NoKernelError: A block of the device has less shared memory.
         """
         require_supported(
-            self.has_shared_bytes(shared_bytes),
+            self.can_allocate_shared_bytes(shared_bytes),
             f"{kernel} takes {shared_bytes} bytes of shared memory; "
             f"a block has {self.limits.shared_bytes_per_block} here",
         )
@@ -125,7 +125,7 @@ class LaunchBuilder:
         data = np.ascontiguousarray(array)
         return _make_dense_operand(self.upload_array(data), data.shape, dtype, 0)
 
-    def add_fault(self, text: str) -> list[LaunchWord]:
+    def add_fault_message(self, text: str) -> list[LaunchWord]:
         """Add a fault message of the current instruction and return the fields of the kernel's `Fault` struct.
 
         A kernel reports a fault if its data contain an illegal number, such as a row index out of range.
@@ -187,7 +187,7 @@ def compute_row_stride(x: Operand) -> int:
         NoKernelError: The operand has another dtype, or the stride between rows is not uniform.
     """
     is_empty = 0 in x.shape
-    require_supported(x.is_float and (x.has_even_rows or is_empty), "rows do not lie evenly")
+    require_supported(x.is_float and (x.has_uniform_row_stride or is_empty), "rows do not lie evenly")
     return x.shape[-1] if is_empty else x.row_stride_bytes // 4
 
 

@@ -47,7 +47,7 @@ class PlaneLayout:
 # ------------------------------------------------------------------------------------------------ low bits
 
 
-def _copy_nibbles(blocks: BlockArray) -> U8:
+def _copy_code_bytes(blocks: BlockArray) -> U8:
     """Return the bytes of field `qs` unchanged, in parts of 16 bytes.
 
     With nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
@@ -56,10 +56,10 @@ def _copy_nibbles(blocks: BlockArray) -> U8:
 
 
 def _flip_nibble_signs(blocks: BlockArray) -> U8:
-    return _copy_nibbles(blocks) ^ np.uint8(0x88)
+    return _copy_code_bytes(blocks) ^ np.uint8(0x88)
 
 
-def _regroup_nibble_halves(blocks: BlockArray) -> U8:
+def _regroup_nibbles_into_32_columns(blocks: BlockArray) -> U8:
     """Regroup nibbles from 16 columns in 8 bytes to 32 columns in 16 bytes, the layout of `_copy_code_bytes`.
 
     In both layouts the low nibbles are the first half of the columns.
@@ -206,16 +206,16 @@ def _make_byte_range_plane(field: str, start: int, end: int) -> Callable[[BlockA
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
-_CODEBOOK_NIBBLES = partial(_group_nibbles_for_codebook, _copy_nibbles)
+_CODEBOOK_NIBBLES = partial(_group_nibbles_for_codebook, _copy_code_bytes)
 PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
     {
         DType.Q4_0: PlaneLayout((_flip_nibble_signs, _make_field_plane("d"))),
-        DType.Q4_1: PlaneLayout((_copy_nibbles, _make_field_plane("d", "dmin"))),
-        DType.Q5_0: PlaneLayout((_copy_nibbles, _make_high_bit_plane_of_32(flip=True), _make_field_plane("d"))),
+        DType.Q4_1: PlaneLayout((_copy_code_bytes, _make_field_plane("d", "dmin"))),
+        DType.Q5_0: PlaneLayout((_copy_code_bytes, _make_high_bit_plane_of_32(flip=True), _make_field_plane("d"))),
         DType.Q5_1: PlaneLayout(
-            (_copy_nibbles, _make_high_bit_plane_of_32(flip=False), _make_field_plane("d", "dmin"))
+            (_copy_code_bytes, _make_high_bit_plane_of_32(flip=False), _make_field_plane("d", "dmin"))
         ),
-        DType.Q8_0: PlaneLayout((_copy_nibbles, _make_field_plane("d"))),
+        DType.Q8_0: PlaneLayout((_copy_code_bytes, _make_field_plane("d"))),
         DType.Q2_K: PlaneLayout(
             (_make_two_bit_plane("qs", 0), _make_field_plane("scales"), _make_field_plane("d", "dmin"))
         ),
@@ -248,13 +248,13 @@ PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
         DType.IQ4_XS: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("d", "scales_h", "scales_l"))),
         DType.MXFP4: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("e"))),
         DType.NVFP4: PlaneLayout(
-            (partial(_group_nibbles_for_codebook, _regroup_nibble_halves), _make_byte_pair_plane("scales"))
+            (partial(_group_nibbles_for_codebook, _regroup_nibbles_into_32_columns), _make_byte_pair_plane("scales"))
         ),
     }
 )
 
 
-def pad_packed_spec(spec: Spec) -> Spec:
+def pad_packed_spec_rows(spec: Spec) -> Spec:
     """Pad the rows of a packed weight's spec to complete units of 32 rows."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // UNIT_ROWS) * UNIT_ROWS, columns), spec.dtype)
@@ -283,11 +283,11 @@ def pack_weight(data: U8, spec: Spec) -> U8:
         for first in range(0, units, step)
     ]
     with ThreadPoolExecutor(min(PACKING_THREADS, len(parts)) or 1, "hocket.pack") as pool:
-        list(pool.map(lambda part: _pack_units(part[0], spec.dtype, part[1]), parts))
+        list(pool.map(lambda part: _pack_rows_into_units(part[0], spec.dtype, part[1]), parts))
     return out.reshape(-1)
 
 
-def _pack_units(rows: U8, dtype: DType, out: U8) -> None:
+def _pack_rows_into_units(rows: U8, dtype: DType, out: U8) -> None:
     """Pack rows of a quantised weight into units of 32 rows: uint8 [rows, row bytes] to [units, unit bytes].
 
     The last unit may have fewer rows. Its remaining bytes stay zero.

@@ -37,7 +37,7 @@ class DeviceLostError(BackendError):
         self.sequence = sequence
 
 
-class Membership:
+class LibraryMembership:
     """The membership of one device in a library group: the group's identity and the device's communicator.
 
     All programs of the device share it. A lost communicator stays lost.
@@ -47,13 +47,13 @@ class Membership:
         self.identity, self.ring, self.is_lost = identity, ring, False
 
 
-class Memberships:
+class LibraryMemberships:
     """The library memberships of all devices of a backend, by device and group."""
 
     def __init__(self) -> None:
-        self._by_group: dict[tuple[str, ...], Membership] = {}
+        self._by_group: dict[tuple[str, ...], LibraryMembership] = {}
 
-    def join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> Membership:
+    def find_or_join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> LibraryMembership:
         """Find the membership of a device in a group, or join a new library group.
 
         The group is joined anew if any device has no membership or has lost it. All devices of the group call this
@@ -72,22 +72,22 @@ class Memberships:
             ring = call_with_timeout(
                 timeout, lambda: library.join_group(identity, comm.rank, comm.size, device), f"{library.name} join"
             )
-            known = self._by_group[key] = Membership(identity, ring)
+            known = self._by_group[key] = LibraryMembership(identity, ring)
         return known
 
 
 class HangWatchdog:
     """Waits for the stream of a device, but raises an error if another device does not arrive within the timeout."""
 
-    def __init__(self, comm: Comm, driver: Driver, device: Device, membership: Membership) -> None:
+    def __init__(self, comm: Comm, driver: Driver, device: Device, membership: LibraryMembership) -> None:
         self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
 
-    def check(self) -> None:
+    def require_live_group(self) -> None:
         """Require that the group is live: raise `BackendError` if its communicator was lost in an earlier run."""
         if self.membership.is_lost:
             raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
 
-    def wait(self) -> None:
+    def wait_for_stream(self) -> None:
         """Wait until the device's stream has ended all launches, or a collective hangs.
 
         Raises:
@@ -96,11 +96,11 @@ class HangWatchdog:
         """
         start, mark_time, last_mark, failure_time = time.monotonic(), 0.0, None, None
         while not self.driver.is_idle(self.device):
-            now, mark = time.monotonic(), self._read_mark(self.comm.rank)
+            now, mark = time.monotonic(), self._read_progress_mark(self.comm.rank)
             if mark != last_mark:
                 last_mark, mark_time = mark, now
             if mark is not None and not mark.has_results and (why := self._explain_hang(mark, now - mark_time)):
-                self._abort()
+                self._abort_collectives()
                 raise DeviceLostError(
                     mark.sequence, f"{self._describe_mark(mark)}: {why}; load the model anew to go on"
                 )
@@ -122,7 +122,7 @@ class HangWatchdog:
     def _describe_mark(self, mark: ProgressMark) -> str:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
-    def _read_mark(self, rank: int) -> ProgressMark | None:
+    def _read_progress_mark(self, rank: int) -> ProgressMark | None:
         """Read the last progress mark of a device in the current run; return `None` before its first collective."""
         board = self.comm.signal_pad
         assert board is not None
@@ -143,13 +143,13 @@ class HangWatchdog:
         if wait_seconds < self.comm.timeout:
             return None
         own_process = [d for d, device in enumerate(self.comm.devices) if device.rank == self.device.rank]
-        marks = {d: self._read_mark(d) for d in own_process}
+        marks = {d: self._read_progress_mark(d) for d in own_process}
         late = [d for d, m in marks.items() if m is None or (m.run, m.sequence) < (mine.run, mine.sequence)]
         elsewhere = "a device of another process did not arrive" if self.comm.spans_processes else "it did not end"
         who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
         return f"{who} within {self.comm.timeout:g} s"
 
-    def _abort(self) -> None:
+    def _abort_collectives(self) -> None:
         """Abort all waiting collectives in the device's stream, without results, and wait until the stream is idle.
 
         The abort runs in a daemon thread. That thread ends only when no recorded launches use the library any more.

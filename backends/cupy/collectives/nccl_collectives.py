@@ -20,16 +20,22 @@ from ....graph.errors import BackendError
 from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Tensor, contiguous_strides
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ...host.collectives import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ...host.collectives import (
+    Index,
+    Pairs,
+    compute_all_gather_indices,
+    compute_all_to_all_indices,
+    compute_reduce_scatter_indices,
+)
 from ..binding.launch_builder import LaunchBuilder
-from ..device.driver import Communicator, Exchange, Transfer
+from ..device.driver import Communicator, LibraryExchange, LibraryTransfer
 from ..kernels.collective import (
     COLLECTIVE_TYPE_NAMES,
     MAX_DEVICES,
     PeerGroup,
     launch_bfloat16_rounding,
     launch_bfloat16_widening,
-    launch_gather_sum,
+    launch_peer_sum,
     launch_progress_mark,
     slice_operand,
 )
@@ -54,16 +60,20 @@ def bind_library_collective(
 
 
 def _add_exchange(
-    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator, transfers: Iterable[Transfer]
+    launches: LaunchBuilder,
+    call: BoundInstruction,
+    group: PeerGroup,
+    ring: Communicator,
+    transfers: Iterable[LibraryTransfer],
 ) -> None:
     """Add a library exchange to the launches, between two progress marks of this device; omit empty transfers."""
     if filled := tuple(t for t in transfers if t.count):
         launch_progress_mark(launches, call, group, has_results=0)
-        launches.items.append(Exchange(ring, filled, launches.number))
+        launches.items.append(LibraryExchange(ring, filled, launches.number))
         launch_progress_mark(launches, call, group, has_results=1)
 
 
-def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
+def _make_byte_transfer(op: str, x: Operand, other: int) -> LibraryTransfer:
     """Make the library transfer of all bytes of a dense operand to or from device `other`.
 
     Args:
@@ -71,11 +81,11 @@ def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
         x: The operand.
         other: Rank of the other device.
     """
-    return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
+    return LibraryTransfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
 def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-    offers = group.list_operands(as_integer(call.attrs["sequence"]))
+    offers = group.list_device_operands(as_integer(call.attrs["sequence"]))
     if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
         raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
     source, out = call.operand(0), call.out
@@ -86,20 +96,20 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
     own = _pack_slices(launches, [source])
     total = out if out.is_dense else launches.allocate_scratch(out.shape, out.dtype)
     count = math.prod(out.shape)
-    if group.uses_bfloat16(out):
+    if group.uses_bfloat16_transfer(out):
         wire = launches.allocate_scratch((count,), DType.BF16)
         launch_bfloat16_rounding(launches, own, wire)
-        sums = Transfer("all_reduce", wire.address, wire.address, count, DType.BF16)
+        sums = LibraryTransfer("all_reduce", wire.address, wire.address, count, DType.BF16)
         _add_exchange(launches, call, group, ring, [sums])
         launch_bfloat16_widening(launches, wire, total, group)
     else:
-        sums = Transfer("all_reduce", own.address, total.address, count, out.dtype)
+        sums = LibraryTransfer("all_reduce", own.address, total.address, count, out.dtype)
         _add_exchange(launches, call, group, ring, [sums])
     if total is not out:
         launch_copy(launches, total, out)
 
 
-def _make_slice_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
+def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
     """Return the binder of a collective as an exchange of slices between all pairs of devices.
 
     Args:
@@ -108,7 +118,7 @@ def _make_slice_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) 
     """
 
     def bind_slices(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-        offers = group.list_operands(as_integer(call.attrs["sequence"]))
+        offers = group.list_device_operands(as_integer(call.attrs["sequence"]))
         operands = [x for o in offers for x in (o.source, o.target)]
         require_supported(
             all(x.dtype is call.out.dtype and x.dtype in COLLECTIVE_TYPE_NAMES for x in operands),
@@ -132,7 +142,7 @@ def _make_slice_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) 
         }
         if is_sum:
             for number, target in enumerate(targets[me]):
-                launch_gather_sum(launches, [received[d][number] for d in range(len(offers))], target, group)
+                launch_peer_sum(launches, [received[d][number] for d in range(len(offers))], target, group)
             return
         for d, parts in received.items():
             for part, target in zip(parts, targets[d], strict=True):
@@ -158,7 +168,7 @@ def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
     whole = launches.allocate_scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
-    for part, target in zip(parts, _split_like(whole, parts), strict=True):
+    for part, target in zip(parts, _split_with_shapes_of(whole, parts), strict=True):
         launch_copy(launches, part, target)
     return whole
 
@@ -175,10 +185,10 @@ def _choose_receive_buffer(
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
         return targets[0], targets
     whole = launches.allocate_scratch((sum(math.prod(t.shape) for t in targets),), out.dtype)
-    return whole, _split_like(whole, targets)
+    return whole, _split_with_shapes_of(whole, targets)
 
 
-def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
+def _split_with_shapes_of(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
     """Split a dense operand into consecutive dense parts that have the shapes of the operands `like`."""
     parts, start = [], 0
     for x in like:
@@ -189,7 +199,7 @@ def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
 
 
 def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
-    require_supported(_can_copy(call.out), "kernels that copy this type are missing")
+    require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
     message = _pack_slices(launches, [call.out])
@@ -198,8 +208,8 @@ def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup
 
 def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator) -> None:
     source = as_integer(call.attrs["source"])
-    sent = group.operands_of(source, as_integer(call.attrs["sequence"])).source
-    require_supported(_can_copy(sent), "kernels that copy this type are missing")
+    sent = group.require_device_operands(source, as_integer(call.attrs["sequence"])).source
+    require_supported(_has_copy_kernel(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
     buffer = call.out if call.out.is_dense else launches.allocate_scratch(call.out.shape, call.out.dtype)
@@ -208,7 +218,7 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
         launch_copy(launches, buffer, call.out)
 
 
-def _can_copy(sent: Operand) -> bool:
+def _has_copy_kernel(sent: Operand) -> bool:
     """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
 
     Sender and receiver both test the sent operand, so their results are equal.
@@ -216,20 +226,22 @@ def _can_copy(sent: Operand) -> bool:
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 
-def _find_sum_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
+def _find_reduce_scatter_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
     """Find the slices that `receiver` sums in a `reduce_scatter`, which are equal for all senders."""
     assert sender < len(as_index_ranges(attrs["runs"]))
-    return compute_scatter_indices({**attrs, "rank": receiver})
+    return compute_reduce_scatter_indices({**attrs, "rank": receiver})
 
 
 ExchangeBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup, Communicator], None]
 EXCHANGE_BINDERS: Mapping[str, ExchangeBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_slice_binder(lambda attrs, receiver, sender: compute_gather_indices(attrs)[sender]),
-    "all_to_all": _make_slice_binder(
-        lambda attrs, receiver, sender: compute_exchange_indices({**attrs, "rank": receiver})[sender]
+    "all_gather": _make_slice_exchange_binder(
+        lambda attrs, receiver, sender: compute_all_gather_indices(attrs)[sender]
     ),
-    "reduce_scatter": _make_slice_binder(_find_sum_pairs, is_sum=True),
+    "all_to_all": _make_slice_exchange_binder(
+        lambda attrs, receiver, sender: compute_all_to_all_indices({**attrs, "rank": receiver})[sender]
+    ),
+    "reduce_scatter": _make_slice_exchange_binder(_find_reduce_scatter_pairs, is_sum=True),
     "send": _bind_send,
     "receive": _bind_receive,
 }

@@ -44,15 +44,15 @@ def exchange_peer_addresses(
     Raises:
         BackendError: A device failed or did not arrive.
     """
-    mine = _encode_peer(me)
+    mine = _encode_peer_addresses(me)
     rows = int(all_gather_words(comm, np.array([len(mine)], np.int64), -1).max())
     padded = np.full((rows, mine.shape[1]), EMPTY_WORD, np.int64)
     padded[: len(mine)] = mine
-    peers = tuple(map(_decode_peer, all_gather_words(comm, padded, -2)))
+    peers = tuple(map(_decode_peer_addresses, all_gather_words(comm, padded, -2)))
     return PeerGroup(comm.rank, signal_pad, comm.timeout, peers, min_narrow_elements)
 
 
-def wait_until_ready(comm: Comm) -> None:
+def wait_until_group_ready(comm: Comm) -> None:
     """Wait until all devices of the group are ready to run. Raises `BackendError` if one fails or does not arrive."""
     all_gather_words(comm, np.zeros(1, np.int64), -3)
 
@@ -70,7 +70,7 @@ def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
     return gathered
 
 
-def _encode_peer(me: PeerAddresses) -> Words:
+def _encode_peer_addresses(me: PeerAddresses) -> Words:
     """Encode the addresses of a device as a table of 64-bit words.
 
     The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the sequence
@@ -91,7 +91,7 @@ def _encode_operand(x: Operand) -> list[int]:
     return [x.address, CODED_DTYPES.index(x.dtype), len(x.shape), *x.shape, *padding, *x.strides, *padding]
 
 
-def _decode_peer(table: Words) -> PeerAddresses:
+def _decode_peer_addresses(table: Words) -> PeerAddresses:
     """Decode the addresses of a device from its table of words."""
     first, *rows = table.tolist()
     offers = {

@@ -22,9 +22,9 @@ from ...host.progress_board import view_run_numbers
 from ..binding.launch_builder import LaunchBuilder
 from ..device.driver import Driver
 from ..kernels import collective, moves
-from .hang_watchdog import HangWatchdog, Membership, Memberships, call_with_timeout
+from .hang_watchdog import HangWatchdog, LibraryMembership, LibraryMemberships, call_with_timeout
 from .nccl_collectives import bind_library_collective as bind_exchange
-from .peer_exchange import exchange_peer_addresses, wait_until_ready
+from .peer_exchange import exchange_peer_addresses, wait_until_group_ready
 from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
 
 
@@ -40,18 +40,23 @@ class ProgramCollectives:
     """
 
     def __init__(
-        self, comm: Comm, driver: Driver, device: Device, upload: Callable[[Array], Any], memberships: Memberships
+        self,
+        comm: Comm,
+        driver: Driver,
+        device: Device,
+        upload: Callable[[Array], Any],
+        memberships: LibraryMemberships,
     ) -> None:
         self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, device, upload, memberships
         self.transport = choose_group_transport(comm, driver)
-        self.is_ready = not self.transport.launches_collectives
+        self.is_ready = not self.transport.has_device_collectives
         self._group: collective.PeerGroup | None = None
-        self._membership: Membership | None = None
+        self._membership: LibraryMembership | None = None
         self._watchdog: HangWatchdog | None = None
         self._exchange_count = self._pushed_count = 0
         self._staging: list[tuple[int, Any]] = []
 
-    def prepare(self) -> None:
+    def prepare_exchange(self) -> None:
         """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
 
         No device then waits for a compiler during the exchange.
@@ -65,7 +70,7 @@ class ProgramCollectives:
             for name in source.names:
                 self.driver.prepare_kernel(source[name], self.device)
 
-    def exchange_addresses(self, calls: Sequence[BoundInstruction], record: Callable[[], None]) -> None:
+    def exchange_addresses_and_record(self, calls: Sequence[BoundInstruction], record: Callable[[], None]) -> None:
         """Exchange the addresses of all collective operands with the group, then record the program's launches.
 
         Args:
@@ -76,23 +81,23 @@ class ProgramCollectives:
             BackendError: A device failed or did not arrive.
         """
         comm, library = self.comm, self.transport.library
-        own = [call for call in calls if not self._crosses_groups(call)]
+        own = [call for call in calls if not self._can_cross_groups(call)]
         offers = {as_integer(call.attrs["sequence"]): collective.make_collective_operands(call) for call in own}
         me = collective.PeerAddresses(
-            self._signals, self._allocate_transfer_buffer(own), self._allocate_inbox(own), offers
+            self._signals, self._allocate_bfloat16_transfer_buffer(own), self._allocate_inbox(own), offers
         )
         self.driver.synchronise(self.device)  # other devices may read the signals from now on: they are zeros
         self._group = exchange_peer_addresses(comm, me, self._board, self._min_narrow_elements)
         if library is None:
             record()
         else:
-            self._membership = self.memberships.join(comm, library, self.device)
+            self._membership = self.memberships.find_or_join(comm, library, self.device)
             self._watchdog = HangWatchdog(comm, self.driver, self.device, self._membership)
             call_with_timeout(comm.timeout, record, f"{self.device}, recording with {library.name}")
-        wait_until_ready(comm)
+        wait_until_group_ready(comm)
         self.is_ready = True
 
-    def _allocate_transfer_buffer(self, calls: Sequence[BoundInstruction]) -> int:
+    def _allocate_bfloat16_transfer_buffer(self, calls: Sequence[BoundInstruction]) -> int:
         """Allocate the buffer of sums that are transferred in bfloat16; return its address, or 0 without such sums."""
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
@@ -100,16 +105,16 @@ class ProgramCollectives:
 
     def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
         """Allocate the inbox, to which other devices push partial sums; return its address, or 0 without such sums."""
-        is_needed = any(collective.uses_push(call, self.comm.size) for call in calls)
+        is_needed = any(collective.uses_pushed_all_reduce(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
-    def count_run(self) -> None:
+    def increment_run_number(self) -> None:
         """Increment the run number of this device on the group's signal pad."""
-        if self.transport.launches_collectives:
+        if self.transport.has_device_collectives:
             assert self.comm.signal_pad is not None
             view_run_numbers(self.comm.signal_pad)[self.comm.rank] += 1
 
-    def begin(self, launches: LaunchBuilder) -> None:
+    def add_run_begin_launches(self, launches: LaunchBuilder) -> None:
         """Add the launches at the beginning of a run, before the first collective."""
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
@@ -118,33 +123,35 @@ class ProgramCollectives:
                 launches, self._group, is_pipelined=self.comm.plan_device_count > self.comm.size
             )
 
-    def launch(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
+    def add_collective(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
         """Add a collective to the launches, as a library exchange or as kernels over peer memory.
 
         Returns:
             Whether the collective was added. If not, it runs through host memory. All devices get the same result.
         """
         group, membership = self._group, self._membership
-        if group is None or self._crosses_groups(call):
+        if group is None or self._can_cross_groups(call):
             return False
         try:
             if membership is not None and self.transport.uses_library(_compute_max_operand_bytes(call, group)):
-                self._bind_with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
+                self._bind_exchange_with_staging(
+                    launches, partial(bind_exchange, launches, call, group, membership.ring)
+                )
                 self._exchange_count += 1
             elif self.transport.has_peer_access:
                 collective.bind_peer_collective(launches, call, replace(group, inbox_half=self._pushed_count % 2))
-                self._pushed_count += collective.uses_push(call, self.comm.size)
+                self._pushed_count += collective.uses_pushed_all_reduce(call, self.comm.size)
             else:
                 return False
         except NoKernelError:
             return False
         return True
 
-    def _crosses_groups(self, call: BoundInstruction) -> bool:
+    def _can_cross_groups(self, call: BoundInstruction) -> bool:
         """Return whether a message can cross device groups. Such a message goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
-    def _bind_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
+    def _bind_exchange_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
         """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
 
         The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
@@ -165,24 +172,24 @@ class ProgramCollectives:
         launches.scratch_bytes = 0
         bind()
 
-    def check(self) -> None:
+    def require_live_group(self) -> None:
         """Require that the group is live: raise `BackendError` if it was lost in an earlier run."""
         if self._watchdog is not None:
-            self._watchdog.check()
+            self._watchdog.require_live_group()
 
-    def wait(self) -> None:
+    def wait_for_stream(self) -> None:
         """Wait until the device's stream has ended all launches.
 
         Raises:
             DeviceLostError: Another device did not arrive at a collective.
         """
-        if self._watchdog is not None and self.may_hang:
-            self._watchdog.wait()
+        if self._watchdog is not None and self.can_hang:
+            self._watchdog.wait_for_stream()
         else:
             self.driver.synchronise(self.device)
 
     @property
-    def may_hang(self) -> bool:
+    def can_hang(self) -> bool:
         """Whether the program can hang: it has library exchanges, which wait for other devices without a timeout.
 
         A program without exchanges needs no polling of its stream.
@@ -195,5 +202,5 @@ def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGro
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])
-        return group.operands_of(sender, sequence).source.tensor.spec.nbytes
-    return max(x.tensor.spec.nbytes for o in group.list_operands(sequence) for x in (o.source, o.target))
+        return group.require_device_operands(sender, sequence).source.tensor.spec.nbytes
+    return max(x.tensor.spec.nbytes for o in group.list_device_operands(sequence) for x in (o.source, o.target))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...base import Comm, Device
-from ..device.driver import CollectiveLibrary, Driver, has_device_parts
+from ..device.driver import CollectiveLibrary, Driver, has_parts_of_one_device
 from ..kernels.collective import MAX_DEVICES
 
 MIN_LIBRARY_BYTES = 8 << 20
@@ -32,7 +32,7 @@ class Transport:
     description: str = "through memory of the host"
 
     @property
-    def launches_collectives(self) -> bool:
+    def has_device_collectives(self) -> bool:
         """Whether collectives can run as launches on the devices, without the host."""
         return self.has_peer_access or self.library is not None
 
@@ -67,7 +67,7 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
         return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:
         return "they are of several processes"
-    return "kernels of parts of one device must not wait for each other" if has_device_parts(devices) else ""
+    return "kernels of parts of one device must not wait for each other" if has_parts_of_one_device(devices) else ""
 
 
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:

@@ -19,13 +19,13 @@ CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 DRIVER_LIBRARY_NAME = "libcuda.so.1"
 
 
-class Attribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """The C struct CUlaunchAttribute, with a value of 64 bytes: the blocks of a cluster, or 1 for a permission."""
 
     _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
 
 
-class Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """The C struct CUlaunchConfig: grid, block, shared memory, stream and attributes of a launch."""
 
     _fields_ = (
@@ -33,7 +33,7 @@ class Config(ctypes.Structure):
         ("block", ctypes.c_uint * 3),
         ("shared_bytes", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("count", ctypes.c_uint),
     )
 
@@ -61,7 +61,7 @@ def open_driver_library() -> ctypes.CDLL | None:
         return None
 
 
-def compute_early_flags(steps: Sequence[DriverStep]) -> list[bool]:
+def compute_early_launch_flags(steps: Sequence[DriverStep]) -> list[bool]:
     """Compute for each step whether it may be launched early: it is a launch, and the previous step is a launch.
 
     Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. A
@@ -71,7 +71,7 @@ def compute_early_flags(steps: Sequence[DriverStep]) -> list[bool]:
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
-def find_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
+def find_attribute_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
     """Find the driver library for a launch that needs attributes: early or in clusters; `None` for other launches.
 
     Raises:
@@ -99,10 +99,10 @@ def launch_with_attributes(
         parameters: Address of the kernel parameters.
         is_early: Whether the launch may begin while the previous launch runs.
     """
-    attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
+    attributes = [LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
     if launch.cluster != SINGLE_BLOCK_CLUSTER:
-        attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))
-    attribute_array = (Attribute * len(attributes))(*attributes)
-    config = Config(launch.grid, launch.block, launch.shared_bytes, stream, attribute_array, len(attribute_array))
+        attributes.append(LaunchAttribute(CLUSTER_DIMENSION, launch.cluster))
+    attribute_array = (LaunchAttribute * len(attributes))(*attributes)
+    config = LaunchConfig(launch.grid, launch.block, launch.shared_bytes, stream, attribute_array, len(attribute_array))
     kernel = ctypes.c_void_p(function), ctypes.c_void_p(parameters)
     return int(library.cuLaunchKernelEx(ctypes.byref(config), *kernel, None))

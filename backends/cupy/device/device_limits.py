@@ -32,7 +32,7 @@ SCHEDULER_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Multiprocessor:
+class MultiprocessorLimits:
     """Limits of one multiprocessor: the maximum threads, blocks and shared-memory bytes that are resident at once."""
 
     threads: int
@@ -59,14 +59,14 @@ class Multiprocessor:
         )
 
 
-MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType(
+MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
     {
-        "sm_80": Multiprocessor(2048, 32, 164 * KIB),
-        "sm_86": Multiprocessor(1536, 16, 100 * KIB),
-        "sm_89": Multiprocessor(1536, 24, 100 * KIB),
-        "sm_90a": Multiprocessor(2048, 32, 228 * KIB),
-        "sm_100": Multiprocessor(2048, 32, 228 * KIB),
-        "sm_120": Multiprocessor(1536, 24, 100 * KIB),
+        "sm_80": MultiprocessorLimits(2048, 32, 164 * KIB),
+        "sm_86": MultiprocessorLimits(1536, 16, 100 * KIB),
+        "sm_89": MultiprocessorLimits(1536, 24, 100 * KIB),
+        "sm_90a": MultiprocessorLimits(2048, 32, 228 * KIB),
+        "sm_100": MultiprocessorLimits(2048, 32, 228 * KIB),
+        "sm_120": MultiprocessorLimits(1536, 24, 100 * KIB),
     }
 )
 """Multiprocessor limits by architecture of compiled kernels. Source: CUDA C++ Programming Guide, as above."""

@@ -122,7 +122,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class LibraryTransfer:
     """The part of one device in an operation of a collective library.
 
     `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
@@ -143,7 +143,7 @@ class Transfer:
 class Communicator(Protocol):
     """The communicator of one device in a group of a collective library. All methods raise `BackendError`."""
 
-    def enqueue_transfers(self, transfers: Sequence[Transfer], stream: int) -> None:
+    def enqueue_transfers(self, transfers: Sequence[LibraryTransfer], stream: int) -> None:
         """Enqueue transfers into a stream of the device as one group, in which no transfer waits for another."""
 
     def find_error(self) -> str | None:
@@ -179,15 +179,15 @@ class CollectiveLibrary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class LibraryExchange:
     """A step that runs a group of library transfers between launches."""
 
     communicator: Communicator
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LibraryTransfer, ...]
     number: int
 
 
-SingleStep = Launch | Exchange
+SingleStep = Launch | LibraryExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
     return singles
 
 
-def has_device_parts(devices: Sequence[Device]) -> bool:
+def has_parts_of_one_device(devices: Sequence[Device]) -> bool:
     """Return whether some of `devices` are parts of one physical device."""
     return len({device.index for device in devices}) < len(devices)
 

@@ -17,7 +17,7 @@ STAGING_HALF_BYTES = 8 << 20
 """Bytes of one half of the pinned memory. The host fills a half while the device copies the other half."""
 
 
-class convert_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
+class convert_cuda_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
     """A context manager that converts errors of the CUDA runtime and driver to `BackendError`.
 
     The message has the device `who` and the failed action `doing`.
@@ -52,7 +52,7 @@ class HostTransfers:
 
     def __init__(self, cupy: Any, kind: str, index: int) -> None:
         self.cupy, self.index, self.name = cupy, index, f"{kind}:{index}"
-        with convert_errors(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
+        with convert_cuda_errors(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
             # It must not wait for the default stream: another part of the device may wait for this stream.
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._half_events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
@@ -93,7 +93,7 @@ class HostTransfers:
             into = host.reshape(-1).view(np.uint8)
             for start in range(0, into.size, STAGING_HALF_BYTES):
                 part = into[start : start + STAGING_HALF_BYTES]
-                room = self._reserve_staging(part.size)
+                room = self._reserve_pinned_bytes(part.size)
                 source, at = dense.data.ptr + start, self._pinned_address + room
                 runtime.memcpyAsync(at, source, part.size, runtime.memcpyDeviceToHost, self.stream.ptr)
                 self.stream.synchronize()
@@ -105,9 +105,9 @@ class HostTransfers:
         runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
 
         def write(arrays: Sequence[Array]) -> None:
-            with convert_errors(self.cupy, self.name, "copy from the host"), self.cupy.cuda.Device(self.index):
+            with convert_cuda_errors(self.cupy, self.name, "copy from the host"), self.cupy.cuda.Device(self.index):
                 for batch, address in batches:
-                    room = self._reserve_staging(batch.nbytes)
+                    room = self._reserve_pinned_bytes(batch.nbytes)
                     for array in batch.arrays:
                         np.ndarray(array.shape, array.dtype, self._pinned, room + array.offset)[...] = arrays[
                             array.number
@@ -123,7 +123,7 @@ class HostTransfers:
         is_small = [0 < a.nbytes <= STAGING_HALF_BYTES and a.flags.c_contiguous for a in arrays]
 
         def read() -> list[Array]:
-            with convert_errors(self.cupy, self.name, "end what was launched"), self.cupy.cuda.Device(self.index):
+            with convert_cuda_errors(self.cupy, self.name, "end what was launched"), self.cupy.cuda.Device(self.index):
                 hosts = [
                     self._start_pinned_read(*s) if small else None for s, small in zip(sources, is_small, strict=True)
                 ]
@@ -147,7 +147,7 @@ class HostTransfers:
             shape: Shape of the host array.
             dtype: Dtype of the host array.
         """
-        if (block := self._pinned_pool.find_free_block(nbytes)) is None:
+        if (block := self._pinned_pool.find_or_allocate_block(nbytes)) is None:
             return None
         host, runtime = block.lend_array(shape, dtype), self.cupy.cuda.runtime
         runtime.memcpyAsync(block.address, source, nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
@@ -156,7 +156,7 @@ class HostTransfers:
     @contextmanager
     def _on_stream(self, doing: str) -> Iterator[None]:
         """Make the device and its stream current, and convert CUDA errors of the action `doing` to `BackendError`."""
-        with convert_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
+        with convert_cuda_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
     def _move_dense_to_device(self, host: Array, array: Any) -> None:
@@ -164,12 +164,12 @@ class HostTransfers:
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, STAGING_HALF_BYTES):
             part = data[start : start + STAGING_HALF_BYTES]
-            room = self._reserve_staging(part.size)
+            room = self._reserve_pinned_bytes(part.size)
             self._pinned[room : room + part.size] = part
             target, at = array.data.ptr + start, self._pinned_address + room
             runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
-    def _reserve_staging(self, nbytes: int) -> int:
+    def _reserve_pinned_bytes(self, nbytes: int) -> int:
         """Reserve bytes in pinned memory and return their offset; wait for copies of the other half if needed."""
         if self._used_bytes + nbytes > STAGING_HALF_BYTES:
             self._half_events[self._current_half].record(self.stream)

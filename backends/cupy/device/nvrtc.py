@@ -54,7 +54,7 @@ class Cubin:
 @call_once
 def load_nvrtc() -> ctypes.CDLL:
     """Load the NVRTC library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
-    if paths := find_installed_libraries():
+    if paths := find_nvrtc_libraries():
         path = paths[0]
         for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC searches for it in system folders only
             ctypes.CDLL(str(part))
@@ -62,16 +62,18 @@ def load_nvrtc() -> ctypes.CDLL:
     raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {NVRTC_INSTALL_HINT}")
 
 
-def find_installed_libraries() -> list[Path]:
+def find_nvrtc_libraries() -> list[Path]:
     """Find the installed NVRTC libraries, in wheels and in the system, newest first: old ones lack new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
     of_system = find_library("nvrtc")
-    return sorted((*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_parse_release, reverse=True)
+    return sorted(
+        (*sorted(wheels), *([Path(of_system)] if of_system else [])), key=_parse_library_version, reverse=True
+    )
 
 
-def _parse_release(path: Path) -> tuple[int, ...]:
+def _parse_library_version(path: Path) -> tuple[int, ...]:
     """Parse the version of a library from its file name, after ``.so``.
 
     Folders of wheels have two naming schemes, and the older scheme would sort higher.
@@ -100,7 +102,10 @@ def compile(source: KernelSource, arch: str, options: Sequence[str] = OPTIONS) -
     """
     compiled = _make_compiler().compile(source, arch, options)
     return Cubin(
-        compiled.image, compiled.mangled_names, _parse_resources(compiled), _WAIT_WARNING_PATTERN.findall(compiled.log)
+        compiled.image,
+        compiled.mangled_names,
+        _parse_kernel_resources(compiled),
+        _WAIT_WARNING_PATTERN.findall(compiled.log),
     )
 
 
@@ -114,10 +119,10 @@ _SHARED_BYTES_PATTERN = re.compile(r"(\d+) bytes smem")
 _WAIT_WARNING_PATTERN = re.compile(r"\(C75\d\d\) (.*)")
 
 
-def _parse_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
+def _parse_kernel_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
     """Parse the resources of each kernel from the log of ptxas and from the machine code."""
     called = {low: name for name, low in compiled.mangled_names.items()}
-    threads, resources = read_thread_bounds(compiled.image), {}
+    threads, resources = read_max_block_threads(compiled.image), {}
     for entry, stores, loads, registers, rest in _ENTRY_PATTERN.findall(compiled.log):
         if entry not in called:
             continue  # a kernel that was not requested
@@ -131,7 +136,7 @@ def _parse_resources(compiled: CompiledCode) -> Mapping[str, KernelResources]:
     return MappingProxyType(resources)
 
 
-def read_thread_bounds(image: bytes) -> Mapping[str, int]:
+def read_max_block_threads(image: bytes) -> Mapping[str, int]:
     """Read the maximum block size of each kernel in threads, by mangled name, from its launch bounds.
 
     They are attribute 5 in the ELF sections ``.nv.info``. A kernel without launch bounds is missing.

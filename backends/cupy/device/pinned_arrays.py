@@ -45,7 +45,7 @@ class PinnedPool:
         self._pin, self._pinned_bytes = pin, 0
         self._blocks: defaultdict[int, list[PinnedBlock]] = defaultdict(list)
 
-    def find_free_block(self, nbytes: int) -> PinnedBlock | None:
+    def find_or_allocate_block(self, nbytes: int) -> PinnedBlock | None:
         """Find a free block of `nbytes` bytes, or allocate one.
 
         The result is `None` if the pool has its maximum of blocks or bytes, because callers hold many arrays.

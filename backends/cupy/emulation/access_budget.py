@@ -163,7 +163,7 @@ ACCESS_ALLOWANCES = (
 
 
 @dataclass(frozen=True, slots=True)
-class AccessRow:
+class AccessTableRow:
     """One row of the access table: the summed accesses of one kind and width in a kernel.
 
     `worst_site` has the largest cost above the minimum.
@@ -182,13 +182,13 @@ class AccessRow:
         return self.cost / self.minimum_cost
 
 
-def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
+def build_access_table_rows(counted: LaunchCounters) -> list[AccessTableRow]:
     """Build the rows of a launch in the access table: one for each kind of access, sorted by kind."""
     kinds: dict[str, list[AccessSite]] = {}
     for site in counted.sites:
         kinds.setdefault(site.access_kind, []).append(site)
     return [
-        AccessRow(
+        AccessTableRow(
             counted.kernel,
             what,
             sum(site.requests for site in sites),
@@ -200,7 +200,7 @@ def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
     ]
 
 
-def list_violations(counted: LaunchCounters) -> list[str]:
+def list_budget_violations(counted: LaunchCounters) -> list[str]:
     """List the violations of the access budget by a launch, one line each."""
     violations = []
     if counted.sector_bytes > MAX_SECTOR_OVERHEAD * counted.requested_bytes:
@@ -208,13 +208,13 @@ def list_violations(counted: LaunchCounters) -> list[str]:
             f"{counted.kernel} moves {counted.sector_bytes} bytes of sectors, and requests {counted.requested_bytes}"
         )
     for site in counted.sites:
-        if site.cost > _find_allowed_ratio(site) * site.minimum_cost:
+        if site.cost > _find_allowed_cost_ratio(site) * site.minimum_cost:
             unit = "wavefronts" if site.is_shared else "sectors"
             violations.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.minimum_cost} at {site}")
     return violations
 
 
-def _find_allowed_ratio(site: AccessSite) -> float:
+def _find_allowed_cost_ratio(site: AccessSite) -> float:
     """Find the maximum allowed ratio of cost to minimum cost for the line of an access; 1 without an allowance."""
     file, _, line = site.source_line.partition(":")
     return max(
@@ -244,7 +244,7 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
         "|---|---|---|---|---|---|",
     ]
     counters = sorted(launches, key=lambda counted: counted.kernel)
-    for row in (row for counted in counters for row in build_access_rows(counted)):
+    for row in (row for counted in counters for row in build_access_table_rows(counted)):
         worst_line = row.worst_site.source_line if row.cost_ratio > 1 else ""
         lines.append(
             f"| `{row.kernel}` | {row.access_kind} | {row.requests} | {row.cost / row.requests:.2f} "
@@ -266,7 +266,7 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
     above = {
         row.worst_site.source_line.partition(":")[0]
         for counted in counters
-        for row in build_access_rows(counted)
+        for row in build_access_table_rows(counted)
         if row.cost_ratio > 1
     }
     allowed = [

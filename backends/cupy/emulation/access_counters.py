@@ -13,10 +13,10 @@ import numpy as np
 from ...base import Device
 from ..device.device_limits import LARGEST_LIMITS, Limits
 from ..device.driver import DriverStep, Launch, LaunchError, flatten_steps
-from .compile_host import COUNTER_OPTIONS, load_library
-from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .compile_host import COUNTER_OPTIONS, load_emulated_library
+from .emulated_driver import EmulatedDriver, FaultReport, make_launch_shape
 from .guard_pages import Bytes
-from .source_lines import find_frames, select_innermost_line
+from .source_lines import find_inlined_frames, select_innermost_line
 
 MAX_SITES = 4096
 """Maximum number of distinct accesses in the code of one launch."""
@@ -120,21 +120,21 @@ class CountingDriver(EmulatedDriver):
             if next(runs) != self.counted_run and run_uncounted is not None:
                 return run_uncounted()
             for launch in launches:
-                self.counters[str(launch.kernel)] = run_counted(launch)
+                self.counters[str(launch.kernel)] = run_with_counters(launch)
 
         return run
 
 
-def run_counted(launch: Launch) -> LaunchCounters:
+def run_with_counters(launch: Launch) -> LaunchCounters:
     """Run a launch in the emulator with access counters, and return the counters.
 
     Raises:
         LaunchError: The first fault that the emulator found.
     """
-    library = load_library(launch.kernel.single_kernel_source, COUNTER_OPTIONS)
+    library = load_emulated_library(launch.kernel.single_kernel_source, COUNTER_OPTIONS)
     words = np.array(launch.words, np.uint64)
     shape = make_launch_shape(launch, words)
-    report, sites, totals = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
+    report, sites, totals = FaultReport(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
     operand_spans = np.array(_merge_spans(spans), np.uint64).reshape(-1, 2)
     library.counters_begin(ctypes.c_void_p(operand_spans.ctypes.data), ctypes.c_int64(len(operand_spans)))
@@ -143,7 +143,7 @@ def run_counted(launch: Launch) -> LaunchCounters:
     site_count = library.counters_end(sites, ctypes.c_int64(MAX_SITES), totals)
     if report.status:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-    frames = find_frames(library, [site.code for site in sites[:site_count]])
+    frames = find_inlined_frames(library, [site.code for site in sites[:site_count]])
     counted_sites = (
         AccessSite(
             select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ...base import Device
 from ..backend import DriverBackend
 from ..device.driver import CollectiveOverlap, DriverStep, Launch, LaunchError
-from .compile_host import ACCESS_LOG_OPTIONS, load_library
-from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .compile_host import ACCESS_LOG_OPTIONS, load_emulated_library
+from .emulated_driver import EmulatedDriver, FaultReport, make_launch_shape
 from .guard_pages import Bytes, address_of
 
 EVENT_DTYPE = np.dtype(
@@ -73,7 +73,7 @@ class QueuedLaunch:
     predecessors_end: int
 
 
-def queue_launches(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
+def queue_launches_in_streams(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
     """Queue the launches of `steps` in two streams of a device. Overlapped collectives go to the side stream."""
     launches: list[QueuedLaunch] = []
     for step in steps:
@@ -140,8 +140,8 @@ class AccessLogDriver(EmulatedDriver):
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        launches = queue_launches(steps)
-        codes = [load_library(one.launch.kernel.single_kernel_source, ACCESS_LOG_OPTIONS) for one in launches]
+        launches = queue_launches_in_streams(steps)
+        codes = [load_emulated_library(one.launch.kernel.single_kernel_source, ACCESS_LOG_OPTIONS) for one in launches]
         runs = 0
 
         def run() -> None:
@@ -173,7 +173,7 @@ class AccessLogDriver(EmulatedDriver):
         """
         words = np.array(launch.words, np.uint64)
         shape = make_launch_shape(launch, words, order)
-        report = Report()
+        report = FaultReport()
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
         memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
         file, line = ctypes.c_char_p(self.dropped_line[0].encode()), ctypes.c_int64(self.dropped_line[1])

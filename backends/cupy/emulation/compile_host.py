@@ -52,7 +52,7 @@ def require_compiler() -> str:
     return path
 
 
-def to_cpp(source: KernelSource) -> str:
+def to_host_cpp(source: KernelSource) -> str:
     """Convert a kernel source to host C++, with one C function for each kernel: ``launch_0``, ``launch_1``, ..."""
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
@@ -63,7 +63,7 @@ def to_cpp(source: KernelSource) -> str:
 
 
 @call_once
-def load_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
+def load_emulated_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
     """Load the host library of a kernel source; compile the library with g++ if the cache folder does not have it.
 
     Args:
@@ -74,7 +74,10 @@ def load_library(source: KernelSource, extra: tuple[str, ...] = CHECK_OPTIONS) -
         BackendError: The source does not compile. The message has the first error of the compiler.
     """
     return _load_or_rebuild(
-        source.file, to_cpp(source), (*GXX_OPTIONS, *extra), (f"-I{_build_headers(extra)}", *STDIN_OPTIONS)
+        source.file,
+        to_host_cpp(source),
+        (*GXX_OPTIONS, *extra),
+        (f"-I{_build_precompiled_header(extra)}", *STDIN_OPTIONS),
     )
 
 
@@ -87,19 +90,19 @@ def load_race_detector() -> ctypes.CDLL:
 
 def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> ctypes.CDLL:
     with _build_lock:
-        path = _build(file, text, options, inputs)
+        path = _build_if_missing(file, text, options, inputs)
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # a damaged file
             path.unlink()
-            return ctypes.CDLL(str(_build(file, text, options, inputs)))
+            return ctypes.CDLL(str(_build_if_missing(file, text, options, inputs)))
 
 
 @call_once
-def _build_headers(extra: tuple[str, ...]) -> Path:
+def _build_precompiled_header(extra: tuple[str, ...]) -> Path:
     """Build the precompiled header if the cache folder does not have it, and return its folder."""
     with _build_lock:
-        return _build(
+        return _build_if_missing(
             PRECOMPILED_HEADER, "", (*GXX_OPTIONS, *extra), ("-x", "c++-header", str(HEADER_FOLDER / "cuda.h"))
         ).parent
 
@@ -111,7 +114,7 @@ def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
     return b"\0".join((*(h.read_bytes() for h in sorted(HEADER_FOLDER.glob("*.h"))), version, repr(options).encode()))
 
 
-def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
+def _build_if_missing(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
     """Build a library or header in the cache folder if it does not exist there, and return its path.
 
     Args:
@@ -130,7 +133,7 @@ def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ..
         (target.parent / LOCK_FILE).touch()
     except OSError:  # the cache folder is not writable
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
-    with _lock_build(target.parent):
+    with _lock_build_folder(target.parent):
         if not target.exists():  # another process may have compiled it meanwhile
             with replacing(target) as output, log_compilation(file):
                 _run_compiler(file, (command, *options, *inputs, "-o", output.name), text)
@@ -138,7 +141,7 @@ def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ..
 
 
 @contextmanager
-def _lock_build(folder: Path) -> Iterator[None]:
+def _lock_build_folder(folder: Path) -> Iterator[None]:
     """Lock a build folder against other processes, through its lock file."""
     with open(folder / LOCK_FILE, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)

@@ -30,8 +30,15 @@ from ..device.driver import (
     LaunchError,
     flatten_steps,
 )
-from .compile_host import load_library, require_compiler
-from .guard_pages import Bytes, GuardedMemoryPool, address_of, allocate_guarded, guard_operands, redirect_words
+from .compile_host import load_emulated_library, require_compiler
+from .guard_pages import (
+    Bytes,
+    GuardedMemoryPool,
+    address_of,
+    allocate_guarded_bytes,
+    guard_operands,
+    redirect_words_to_guarded,
+)
 
 MIN_UNCOPIED_BYTES = 1 << 20
 """Bytes from which an operand is used in place: a copy would take longer than the launch."""
@@ -70,7 +77,7 @@ def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int 
     return LaunchShape(*sizes, len(words), order, workers, words.ctypes.data)
 
 
-class Report(ctypes.Structure):
+class FaultReport(ctypes.Structure):
     """The C struct ``emulation::Report``: the first fault of a launch. `status` 0 means no fault."""
 
     _fields_ = (
@@ -118,7 +125,7 @@ class EmulatedDriver:
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:
-            return allocate_guarded(nbytes)
+            return allocate_guarded_bytes(nbytes)
         except MemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -155,7 +162,7 @@ class EmulatedDriver:
         return int(board.ctypes.data)
 
     def prepare_kernel(self, kernel: KernelInstance, on: Device) -> None:
-        load_library(self._to_emulated_source(kernel.source))
+        load_emulated_library(self._to_emulated_source(kernel.source))
 
     def _to_emulated_source(self, source: KernelSource) -> KernelSource:
         """Return a kernel source with the header of instructions for these devices."""
@@ -167,7 +174,7 @@ class EmulatedDriver:
         launches = [step for step in singles if isinstance(step, Launch)]
         assert len(launches) == len(singles), "there is no library"
         ready = [
-            _EmulatedLaunch(launch, load_library(self._to_emulated_source(launch.kernel.source)), pool)
+            _EmulatedLaunch(launch, load_emulated_library(self._to_emulated_source(launch.kernel.source)), pool)
             for launch in launches
         ]
         runs = 0
@@ -204,7 +211,7 @@ class _EmulatedLaunch:
         self.function = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
         self.function.restype = None
         self.guarded_operands = guard_operands([s for s in launch.spans if s.high - s.low < MIN_UNCOPIED_BYTES], pool)
-        self.words = np.array(redirect_words(launch, self.guarded_operands), np.uint64)
+        self.words = np.array(redirect_words_to_guarded(launch, self.guarded_operands), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
         self.shape = make_launch_shape(
             launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= MIN_PARALLEL_THREADS else 1
@@ -220,7 +227,7 @@ class _EmulatedLaunch:
         Raises:
             LaunchError: The emulator found a fault. The message describes the first one.
         """
-        report = Report()
+        report = FaultReport()
         self.shape.order = order
         for operand in self.guarded_operands:
             operand.copy_in(pattern)
@@ -230,11 +237,12 @@ class _EmulatedLaunch:
         for operand in self.guarded_operands:
             if not operand.has_intact_margins(pattern):
                 raise LaunchError(
-                    self.launch.number, f"{self.launch.kernel}: writes next to {self._format_operand(operand.low)}"
+                    self.launch.number,
+                    f"{self.launch.kernel}: writes next to {self._format_operand_words(operand.low)}",
                 )
             operand.copy_back()
 
-    def _format_report(self, report: Report) -> str:
+    def _format_report(self, report: FaultReport) -> str:
         message = report.text.decode()
         if report.status == FAULT_STATUS and report.address:
             message += self._describe_nearest_operand(report.address)
@@ -250,10 +258,10 @@ class _EmulatedLaunch:
             return f", at {address:#x}"
         low, high, name = nearest
         if address >= high:
-            return f": {address - high} bytes past the end of {self._format_operand(name)}"
-        return f": {low - address} bytes before {self._format_operand(name)}"
+            return f": {address - high} bytes past the end of {self._format_operand_words(name)}"
+        return f": {low - address} bytes before {self._format_operand_words(name)}"
 
-    def _format_operand(self, low: int) -> str:
+    def _format_operand_words(self, low: int) -> str:
         """Format the indices of the launch words that hold the operand with address `low`."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 

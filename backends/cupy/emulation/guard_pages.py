@@ -30,18 +30,18 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def allocate_guarded(nbytes: int) -> Bytes:
+def allocate_guarded_bytes(nbytes: int) -> Bytes:
     """Allocate `nbytes` zeroed bytes, aligned to 16 bytes, which end less than 16 bytes before a guard zone.
 
     Raises:
         MemoryError: The system has no memory.
     """
-    pages = _map_pages(nbytes)
+    pages = _map_guarded_pages(nbytes)
     start = len(pages) - -(-nbytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
     return pages[start : start + nbytes]
 
 
-def _map_pages(nbytes: int) -> Bytes:
+def _map_guarded_pages(nbytes: int) -> Bytes:
     """Map complete pages for at least `nbytes` bytes between two guard zones, which take addresses but no memory."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = size + 2 * GUARD_BYTES
@@ -98,7 +98,7 @@ class GuardedMemoryPool:
         """Allocate guarded pages of at least `nbytes` bytes for operand `number` of a launch, or reuse them."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
-            self._allocated_pages[key] = _map_pages(nbytes)
+            self._allocated_pages[key] = _map_guarded_pages(nbytes)
         return self._allocated_pages[key]
 
 
@@ -126,7 +126,7 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
     return guarded_operands
 
 
-def redirect_words(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
+def redirect_words_to_guarded(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
     """Redirect the launch words that are addresses to the guarded operands, and return all words."""
     words = list(launch.words)
     for span in launch.spans:

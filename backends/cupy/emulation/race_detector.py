@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from .access_log import LoggedLaunch, MemorySpan
 from .compile_host import load_race_detector
-from .source_lines import find_lines
+from .source_lines import find_source_lines
 
 HOST_LAUNCH = -1
 """The launch index of accesses by the host."""
@@ -75,7 +75,7 @@ def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> lis
         *(_pointer_to(events), _pointer_to(numbers), ctypes.c_int64(len(events))),
         *(_pointer_to(launches), ctypes.c_int64(len(launches)), _pointer_to(spans), ctypes.c_int64(len(spans))),
         *(
-            ctypes.c_int64(_compute_unit_bytes(events)),
+            ctypes.c_int64(_compute_access_granularity(events)),
             _pointer_to(pairs),
             ctypes.c_int64(MAX_PAIRS),
             _pointer_to(waited),
@@ -94,7 +94,7 @@ def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
     return ctypes.c_void_p(values.ctypes.data)
 
 
-def _compute_unit_bytes(events: npt.NDArray[np.void]) -> int:
+def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
     """Compute the granularity of accesses: the largest power of two that divides all their begins and ends.
 
     It is at most 16 bytes.
@@ -109,7 +109,7 @@ def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.voi
     lines: dict[tuple[int, int], str] = {}
     for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:
         codes = sorted({int(code) for code in accesses["code"][accesses["ran"] == number]})
-        lines |= {(number, c): line for c, line in zip(codes, find_lines(log[number].code, codes), strict=True)}
+        lines |= {(number, c): line for c, line in zip(codes, find_source_lines(log[number].code, codes), strict=True)}
     descriptions = (
         f"the host in the memory of device {device}" if ran == HOST_LAUNCH else f"device {device} at {lines[ran, code]}"
         for ran, code, _, device in accesses.tolist()

@@ -18,12 +18,12 @@ class _SharedObjectInfo(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("file", "base", "symbol", "address"))
 
 
-def find_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
+def find_source_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
     """Find the kernel source line, ``file:line``, of each return address in `codes`."""
-    return [select_innermost_line(frames) for frames in find_frames(library, codes)]
+    return [select_innermost_line(frames) for frames in find_inlined_frames(library, codes)]
 
 
-def find_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
+def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
     """Find all inlined frames, ``file:line``, of each return address in `codes`, innermost first.
 
     Raises:

@@ -28,12 +28,12 @@ SOURCES = (SOURCE,)
 
 
 def _bind_compare(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    sources = [_as_comparable(launches, call.operand(i)) for i in (0, 1)]
+    sources = [_as_comparable_dtype(launches, call.operand(i)) for i in (0, 1)]
     kernel = SOURCE[f"compare<{', '.join(CUDA_TYPE_NAMES[x.dtype] for x in sources)}>"]
     launch_elementwise(launches, kernel, sources, call.out, [], tuple(COMPARISONS).index(str(call.attrs["kind"])))
 
 
-def _as_comparable(launches: LaunchBuilder, x: Operand) -> Operand:
+def _as_comparable_dtype(launches: LaunchBuilder, x: Operand) -> Operand:
     """Return `x` in a dtype that comparison kernels read and that holds all its values."""
     return x if x.dtype in COMPARABLE_DTYPES else as_type(launches, x, DType.I32 if x.dtype.is_integer else DType.F32)
 
@@ -53,8 +53,8 @@ def _bind_gather(launches: LaunchBuilder, call: BoundInstruction) -> None:
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
     words: list[LaunchWord] = [axes.element_count, size, x.strides[-1], *axes.axes_fields]
-    words += [word for k, operand in enumerate((x, ids, out)) for word in axes.make_walk_fields(k, operand)]
-    words += launches.add_fault(f"id {{value}} names no entry of its row, which has {size}")
+    words += [word for k, operand in enumerate((x, ids, out)) for word in axes.make_operand_stride_fields(k, operand)]
+    words += launches.add_fault_message(f"id {{value}} names no entry of its row, which has {size}")
     kernel = SOURCE[f"taken<{BITS_TYPE_NAMES[x.dtype.storage.itemsize]}, {ID_TYPE_NAMES[ids.dtype]}>"]
     launches.add_launch(kernel, count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 

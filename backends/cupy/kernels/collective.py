@@ -26,7 +26,13 @@ from ....graph.dtypes import DType
 from ....graph.errors import BackendError
 from ....ops.collectives import as_integer
 from ...fusion.operands import BoundInstruction, Operand, require_supported
-from ...host.collectives import Index, Pairs, compute_exchange_indices, compute_gather_indices, compute_scatter_indices
+from ...host.collectives import (
+    Index,
+    Pairs,
+    compute_all_gather_indices,
+    compute_all_to_all_indices,
+    compute_reduce_scatter_indices,
+)
 from ...host.progress_board import FIRST_MEMBER_WORD, RUN_NUMBER_WORD, WORDS_PER_MEMBER
 from ..binding.iteration_axes import MAX_ITERATION_AXES, build_iteration_axes
 from ..binding.launch_builder import LaunchBuilder, LaunchWord, OpBinder, count_blocks
@@ -103,15 +109,15 @@ class PeerGroup:
     min_narrow_elements: int | None = None
     inbox_half: int = 0
 
-    def uses_bfloat16(self, x: Operand) -> bool:
+    def uses_bfloat16_transfer(self, x: Operand) -> bool:
         """Return whether a sum of operands with the shape of `x` uses bfloat16 for its transfers."""
         return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
-    def list_operands(self, sequence: int) -> list[CollectiveOperands]:
+    def list_device_operands(self, sequence: int) -> list[CollectiveOperands]:
         """List the operands of all devices in a collective. Raises `BackendError` if a device does not have it."""
-        return [self.operands_of(device, sequence) for device in range(len(self.peers))]
+        return [self.require_device_operands(device, sequence) for device in range(len(self.peers))]
 
-    def operands_of(self, device: int, sequence: int) -> CollectiveOperands:
+    def require_device_operands(self, device: int, sequence: int) -> CollectiveOperands:
         """Return the operands of one device in a collective; raise `BackendError` if the device does not have it."""
         if sequence not in (known := self.peers[device].operands):
             raise BackendError(
@@ -205,36 +211,36 @@ def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup)
     """
     size = len(group.peers)
     at = f"{'a run' if sequence < 0 else f'collective {sequence}'} on device {group.rank} of {size}"
-    late = launches.add_fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
-    launches.add_fault(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
-    launches.add_fault(f"{at}: another device failed")
-    signals = _pad_addresses(p.signals for p in group.peers)
+    late = launches.add_fault_message(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
+    launches.add_fault_message(f"{at}: device {{value}} is at another one: the plans of the devices do not match")
+    launches.add_fault_message(f"{at}: another device failed")
+    signals = _pad_device_addresses(p.signals for p in group.peers)
     return [*signals, group.signal_pad_address, group.rank, size, sequence, int(group.timeout * 1e9), *late]
 
 
-def _pad_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
+def _pad_device_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
     """Pad a list of one address per device with zeros to `MAX_DEVICES` addresses."""
     words: list[LaunchWord] = list(addresses)
     return words + [0] * (MAX_DEVICES - len(words))
 
 
 def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-    offers, dtype, count = group.list_operands(_read_sequence(call)), call.out.dtype, math.prod(call.out.shape)
+    offers, dtype, count = group.list_device_operands(_read_sequence(call)), call.out.dtype, math.prod(call.out.shape)
     everything = list(chain.from_iterable((o.source, o.target) for o in offers))
     require_supported(
         _has_one_dtype(offers) and all(o.is_dense and o.address % VECTOR_BYTES == 0 for o in everything),
         "operands are not dense",
     )
     words = _make_group_fields(launches, _read_sequence(call), group)
-    if group.uses_bfloat16(call.out):
-        _launch_narrow_all_reduce(launches, call, group, words)
+    if group.uses_bfloat16_transfer(call.out):
+        _launch_bfloat16_all_reduce(launches, call, group, words)
         return
-    if uses_push(call, len(offers)):
-        _launch_push(launches, call, group, words)
+    if uses_pushed_all_reduce(call, len(offers)):
+        _launch_pushed_all_reduce(launches, call, group, words)
         return
     summing = [
-        *_pad_addresses(o.source.address for o in offers),
-        *_pad_addresses(o.target.address for o in offers),
+        *_pad_device_addresses(o.source.address for o in offers),
+        *_pad_device_addresses(o.target.address for o in offers),
         count,
         *words,
     ]
@@ -242,10 +248,10 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
     if nbytes <= MAX_SINGLE_BLOCK_BYTES:
         launches.add_launch(SOURCE[f"all_reduce<{COLLECTIVE_TYPE_NAMES[dtype]}>"], 1, COLLECTIVE_THREADS, summing)
         return
-    _launch_sum_parts(launches, COLLECTIVE_TYPE_NAMES[dtype], nbytes, summing, group, words)
+    _launch_sliced_all_reduce(launches, COLLECTIVE_TYPE_NAMES[dtype], nbytes, summing, group, words)
 
 
-def uses_push(call: BoundInstruction, devices: int) -> bool:
+def uses_pushed_all_reduce(call: BoundInstruction, devices: int) -> bool:
     """Return whether a collective is an `all_reduce` of small operands, in which devices push their partial sums."""
     return call.op == "all_reduce" and devices * _compute_inbox_slot_bytes(call.out) <= MAX_PUSHED_BYTES
 
@@ -255,10 +261,12 @@ def _compute_inbox_slot_bytes(x: Operand) -> int:
     return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
-def _launch_push(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]) -> None:
+def _launch_pushed_all_reduce(
+    launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
+) -> None:
     """Launch an `all_reduce` in which each device pushes its partial sum into the inboxes of all others."""
     out = call.out
-    inboxes = _pad_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
+    inboxes = _pad_device_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
     count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
     pushing = [call.operand(0).address, out.address, *inboxes, count, slot, group.inbox_half, *words]
     launches.add_launch(
@@ -266,7 +274,7 @@ def _launch_push(launches: LaunchBuilder, call: BoundInstruction, group: PeerGro
     )
 
 
-def _launch_sum_parts(
+def _launch_sliced_all_reduce(
     launches: LaunchBuilder,
     dtype: str,
     nbytes: int,
@@ -281,14 +289,14 @@ def _launch_sum_parts(
     launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
 
-def _launch_narrow_all_reduce(
+def _launch_bfloat16_all_reduce(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
 ) -> None:
     """Launch an `all_reduce` in bfloat16. The transfer buffers hold the partial sums first, and then their sum."""
     mine, count = group.peers[group.rank], math.prod(call.out.shape)
-    wires = _pad_addresses(p.transfer_buffer for p in group.peers)
+    wires = _pad_device_addresses(p.transfer_buffer for p in group.peers)
     launch_bfloat16_rounding(launches, call.operand(0), mine.transfer_buffer)
-    _launch_sum_parts(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
+    _launch_sliced_all_reduce(launches, "bf16_bits", 2 * count, [*wires, *wires, count, *words], group, words)
     launch_bfloat16_widening(launches, mine.transfer_buffer, call.out, group)
 
 
@@ -327,7 +335,7 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
     return len(types) == 1 and types <= COLLECTIVE_TYPE_NAMES.keys()
 
 
-def _make_gather_binder(
+def _make_slice_read_binder(
     list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
     """Return the binder of a collective in which each device reads slices of other devices' operands, and sums them.
@@ -337,7 +345,7 @@ def _make_gather_binder(
     """
 
     def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
-        operands = group.list_operands(_read_sequence(call))
+        operands = group.list_device_operands(_read_sequence(call))
         whole = max(math.prod(x.shape) for o in operands for x in (o.source, o.target))
         require_supported(
             _has_one_dtype(operands) and whole < MAX_ELEMENTS, "operands are of several types, or too large"
@@ -346,13 +354,13 @@ def _make_gather_binder(
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
         for into, partial_sums in list_slices(call):
             sources = [slice_operand(operands[device].source, index) for device, index in partial_sums]
-            launch_gather_sum(launches, sources, slice_operand(call.out, into), group)
+            launch_peer_sum(launches, sources, slice_operand(call.out, into), group)
         launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 1])
 
     return bind
 
 
-def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
+def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
     """Launch a sum of operands in the memory of any devices; a single operand is copied.
 
     Args:
@@ -366,11 +374,12 @@ def launch_gather_sum(launches: LaunchBuilder, sources: list[Operand], out: Oper
     for k, source in enumerate(sources, 1):
         walks += [
             source.address,
-            *axes.make_walk_fields(k, source)[1:],
+            *axes.make_operand_stride_fields(k, source)[1:],
         ]  # memory of another device needs no guard pages here
     walks += [0] * ((MAX_DEVICES - len(sources)) * (1 + MAX_ITERATION_AXES))
     mine = group.peers[group.rank].signals
-    words = [axes.element_count, len(sources), *axes.axes_fields, *axes.make_walk_fields(0, out), *walks, mine]
+    out_strides = axes.make_operand_stride_fields(0, out)
+    words = [axes.element_count, len(sources), *axes.axes_fields, *out_strides, *walks, mine]
     launches.add_launch(
         SOURCE[f"take<{COLLECTIVE_TYPE_NAMES[out.dtype]}>"],
         count_blocks(axes.element_count, COLLECTIVE_THREADS),
@@ -392,17 +401,19 @@ def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[in
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
-def _list_scattered_sums(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
+def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
     """List the result slices of a `reduce_scatter`, each with its partial sums on all devices."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
-    return [(into, [(device, index) for device in devices]) for into, index in compute_scatter_indices(call.attrs)]
+    return [
+        (into, [(device, index) for device in devices]) for into, index in compute_reduce_scatter_indices(call.attrs)
+    ]
 
 
 def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     to = as_integer(call.attrs["to"])
-    require_supported(_can_copy(call.out), "kernels that copy this type are missing")
+    require_supported(_has_copy_kernel(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
     launches.add_launch(SOURCE["tell_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), to])
@@ -410,13 +421,13 @@ def _bind_send(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup
 
 def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
     source = as_integer(call.attrs["source"])
-    theirs = group.operands_of(source, _read_sequence(call)).source
-    require_supported(_can_copy(theirs), "kernels that copy this type are missing")
+    theirs = group.require_device_operands(source, _read_sequence(call)).source
+    require_supported(_has_copy_kernel(theirs), "kernels that copy this type are missing")
     launches.add_launch(SOURCE["await_one"], 1, 1, [*_make_group_fields(launches, _read_sequence(call), group), source])
-    launch_gather_sum(launches, [theirs], call.out, group)
+    launch_peer_sum(launches, [theirs], call.out, group)
 
 
-def _can_copy(sent: Operand) -> bool:
+def _has_copy_kernel(sent: Operand) -> bool:
     """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
 
     Sender and receiver both test the sent operand, so their results are equal.
@@ -427,9 +438,9 @@ def _can_copy(sent: Operand) -> bool:
 CollectiveBinder = Callable[[LaunchBuilder, BoundInstruction, PeerGroup], None]
 COLLECTIVE_BINDERS: Mapping[str, CollectiveBinder] = {
     "all_reduce": _bind_all_reduce,
-    "all_gather": _make_gather_binder(lambda call: _list_gathered_slices(compute_gather_indices(call.attrs))),
-    "all_to_all": _make_gather_binder(lambda call: _list_gathered_slices(compute_exchange_indices(call.attrs))),
-    "reduce_scatter": _make_gather_binder(_list_scattered_sums),
+    "all_gather": _make_slice_read_binder(lambda call: _list_gathered_slices(compute_all_gather_indices(call.attrs))),
+    "all_to_all": _make_slice_read_binder(lambda call: _list_gathered_slices(compute_all_to_all_indices(call.attrs))),
+    "reduce_scatter": _make_slice_read_binder(_list_reduce_scatter_slices),
     "send": _bind_send,
     "receive": _bind_receive,
 }

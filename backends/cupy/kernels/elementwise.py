@@ -42,7 +42,7 @@ def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
     return beta + softplus[0], softplus[1], beta, eps
 
 
-def _read_clamp_scalars(call: BoundInstruction) -> Sequence[float]:
+def _read_clamped_swiglu_scalars(call: BoundInstruction) -> Sequence[float]:
     """Read the scalars `alpha` and `limit` of a clamped SwiGLU; an attribute that the op does not have is 1."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
@@ -65,8 +65,8 @@ UNARY_OPS: Mapping[str, ScalarReader] = {
 BINARY_OPS: Mapping[str, ScalarReader] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "power"), _NO_SCALARS),
     **dict.fromkeys(("reglu", "geglu", "geglu_erf", "geglu_quick", "swiglu"), _NO_SCALARS),
-    "swiglu_oai": _read_clamp_scalars,
-    "swiglu_clamp": _read_clamp_scalars,
+    "swiglu_oai": _read_clamped_swiglu_scalars,
+    "swiglu_clamp": _read_clamped_swiglu_scalars,
 }
 CUDA_TYPE_NAMES = {
     DType.F32: "float",
@@ -122,12 +122,12 @@ def launch_elementwise(
     require_supported(
         axes.element_count < MAX_ELEMENTS, f"a result of {axes.element_count} elements is too large for one launch"
     )
-    walks = [word for k, o in enumerate(operands) for word in axes.make_walk_fields(k, o)]
+    walks = [word for k, o in enumerate(operands) for word in axes.make_operand_stride_fields(k, o)]
     words = [axes.element_count, *leading_words, *axes.axes_fields, *walks, *trailing_words]
-    launches.add_launch(kernel, count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
+    launches.add_launch(kernel, count_elementwise_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
-def count_element_blocks(count: int) -> int:
+def count_elementwise_blocks(count: int) -> int:
     """Count the thread blocks of an elementwise launch over `count` elements.
 
     ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
@@ -173,7 +173,7 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
     launch_elementwise(launches, kernel, [x], out, [], ROUNDING_CODES.get(rounding, 0) if rounding else 0)
 
 
-def _pad_scalars(scalars: Sequence[float]) -> list[float]:
+def _pad_to_four_scalars(scalars: Sequence[float]) -> list[float]:
     """Pad scalar arguments with zeros to four scalars, the number that every kernel takes."""
     return [*map(float, scalars), 0.0, 0.0, 0.0, 0.0][:4]
 
@@ -189,7 +189,7 @@ def launch_unary(launches: LaunchBuilder, op: str, x: Operand, out: Operand, sca
         scalars: Up to four scalar arguments.
     """
     source = as_float(launches, x)
-    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_scalars(scalars))
+    launch_elementwise(launches, MAP_SOURCE[f"unary<function::{op}>"], [source], out, _pad_to_four_scalars(scalars))
 
 
 def launch_binary(
@@ -206,7 +206,7 @@ def launch_binary(
         scalars: Up to four scalar arguments.
     """
     sources = [as_float(launches, x), as_float(launches, y)]
-    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_scalars(scalars))
+    launch_elementwise(launches, MAP_SOURCE[f"binary<function::{op}>"], sources, out, _pad_to_four_scalars(scalars))
 
 
 def _make_unary_binder(numbers: ScalarReader) -> OpBinder:

@@ -71,7 +71,7 @@ def _bind_lightning_indexer(launches: LaunchBuilder, call: BoundInstruction) -> 
     ]
     words += [
         *axes.axes_fields,
-        *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.make_walk_fields(i, o)),
+        *(w for i, o in enumerate((q, k, weights, mask, out)) for w in axes.make_operand_stride_fields(i, o)),
     ]
     launches.add_launch(SOURCE["lightning_indexer"], count_blocks(count, 4), 128, words)
 
@@ -89,7 +89,13 @@ def _bind_hyper_comb(launches: LaunchBuilder, call: BoundInstruction) -> None:
         scale.strides[-1],
         eps,
     ]
-    words += [*axes.axes_fields, *axes.make_walk_fields(0, mixes), *axes.make_walk_fields(1, call.out), scale, base]
+    words += [
+        *axes.axes_fields,
+        *axes.make_operand_stride_fields(0, mixes),
+        *axes.make_operand_stride_fields(1, call.out),
+        scale,
+        base,
+    ]
     launches.add_launch(SOURCE["hyper_comb"], count_blocks(axes.element_count, 64), 64, words)
 
 
@@ -109,7 +115,7 @@ def _bind_hyper_pre(launches: LaunchBuilder, call: BoundInstruction) -> None:
         weights.strides[-2 if gated else -1],
     ]
     words += [float(float_attribute(call.attrs, "scale")), *axes.axes_fields]
-    words += [w for i, o in enumerate((x, weights, out)) for w in axes.make_walk_fields(i, o)]
+    words += [w for i, o in enumerate((x, weights, out)) for w in axes.make_operand_stride_fields(i, o)]
     launches.add_launch(
         SOURCE["hyper_pre"], count_blocks(axes.element_count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words
     )
@@ -134,9 +140,9 @@ def _bind_hyper_post(launches: LaunchBuilder, call: BoundInstruction) -> None:
     require_supported(axes.element_count < MAX_ELEMENTS, f"{axes.element_count} elements are too many for one launch")
     words: list[LaunchWord] = [axes.element_count, streams, residual.strides[-2], post.strides[-1]]
     words += [*((0, 0) if comb is None else comb.strides[-2:]), out.strides[-2], *axes.axes_fields]
-    words += [w for i, o in enumerate((x, residual, post)) for w in axes.make_walk_fields(i, o)]
-    words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_walk_fields(3, comb)
-    words += axes.make_walk_fields(len(walked) - 1, out)
+    words += [w for i, o in enumerate((x, residual, post)) for w in axes.make_operand_stride_fields(i, o)]
+    words += [0] * (1 + MAX_ITERATION_AXES) if comb is None else axes.make_operand_stride_fields(3, comb)
+    words += axes.make_operand_stride_fields(len(walked) - 1, out)
     launches.add_launch(
         SOURCE[f"hyper_post<{register_streams}>"],
         count_blocks(axes.element_count, ELEMENTWISE_THREADS),
@@ -155,7 +161,7 @@ def _bind_causal_mask(launches: LaunchBuilder, call: BoundInstruction) -> None:
         out.shape[-1],
         int(float_attribute(call.attrs, "window")),
         *axes.axes_fields,
-        *axes.make_walk_fields(0, positions),
+        *axes.make_operand_stride_fields(0, positions),
         out,
     ]
     launches.add_launch(SOURCE["causal_mask"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)

@@ -22,7 +22,7 @@ from .elementwise import (
     ELEMENTWISE_THREADS,
     MAX_ELEMENTS,
     as_float,
-    count_element_blocks,
+    count_elementwise_blocks,
     launch_binary,
     launch_cast,
     launch_elementwise,
@@ -71,7 +71,9 @@ def _bind_concat(launches: LaunchBuilder, call: BoundInstruction) -> None:
 # ------------------------------------------------------------------------------------------------- shifted axes
 
 
-def _launch_shifted(launches: LaunchBuilder, x: Operand, out: Operand, shifts: Sequence[int], pad_mode: int) -> None:
+def _launch_shifted_copy(
+    launches: LaunchBuilder, x: Operand, out: Operand, shifts: Sequence[int], pad_mode: int
+) -> None:
     """Launch a copy of `x` with shifted indices along each axis, for padding and rolling.
 
     Args:
@@ -94,17 +96,17 @@ def _launch_shifted(launches: LaunchBuilder, x: Operand, out: Operand, shifts: S
 
 def _bind_pad(launches: LaunchBuilder, call: BoundInstruction) -> None:
     how = PAD_CIRCULAR if call.attrs["circular"] else PAD_ZEROS
-    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "left"), how)
+    _launch_shifted_copy(launches, call.operand(0), call.out, integers_attribute(call.attrs, "left"), how)
 
 
 def _bind_roll(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "shifts"), PAD_CIRCULAR)
+    _launch_shifted_copy(launches, call.operand(0), call.out, integers_attribute(call.attrs, "shifts"), PAD_CIRCULAR)
 
 
 def _bind_pad_reflect(launches: LaunchBuilder, call: BoundInstruction) -> None:
     left = int(np.asarray(call.attrs["left"]))
     shifts = [*([0] * (len(call.out.shape) - 1)), left]
-    _launch_shifted(launches, call.operand(0), call.out, shifts, PAD_REFLECT)
+    _launch_shifted_copy(launches, call.operand(0), call.out, shifts, PAD_REFLECT)
 
 
 # ------------------------------------------------------------------------------------------------------ regions
@@ -160,12 +162,12 @@ def _bind_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
         columns,
         *table.strides[-2:],
         *axes.axes_fields,
-        *axes.make_walk_fields(0, table),
-        *axes.make_walk_fields(1, ids),
+        *axes.make_operand_stride_fields(0, table),
+        *axes.make_operand_stride_fields(1, ids),
     ]
     words += [
-        *axes.make_walk_fields(2, out),
-        *launches.add_fault(f"id {{value}} names no row of its table, which has {rows}"),
+        *axes.make_operand_stride_fields(2, out),
+        *launches.add_fault_message(f"id {{value}} names no row of its table, which has {rows}"),
     ]
     kernel = SOURCE[f"gather<{CUDA_TYPE_NAMES[table.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"]
     launches.add_launch(kernel, axes.element_count, _choose_copy_threads(columns), words)
@@ -190,10 +192,10 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
         out.strides[-2],
         rows.strides[-1],
         *axes.axes_fields,
-        *axes.make_walk_fields(0, out),
+        *axes.make_operand_stride_fields(0, out),
     ]
-    words += [*axes.make_walk_fields(1, ids), *axes.make_walk_fields(2, rows)]
-    words += launches.add_fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
+    words += [*axes.make_operand_stride_fields(1, ids), *axes.make_operand_stride_fields(2, rows)]
+    words += launches.add_fault_message(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
     launches.add_launch(
         SOURCE[f"scatter<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
         axes.element_count,
@@ -209,8 +211,13 @@ def _bind_add_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     axes = build_iteration_axes(ids.shape, [as_row_starts(x), ids, as_row_starts(out)])
     own, columns = table.shape
     words: list[LaunchWord] = [first, own, total or own, columns, x.strides[-1], *table.strides, *axes.axes_fields]
-    words += [*axes.make_walk_fields(0, x), *axes.make_walk_fields(1, ids), *axes.make_walk_fields(2, out), table]
-    words += launches.add_fault(f"id {{value}} is none of {total or own} experts")
+    words += [
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, ids),
+        *axes.make_operand_stride_fields(2, out),
+        table,
+    ]
+    words += launches.add_fault_message(f"id {{value}} is none of {total or own} experts")
     launches.add_launch(SOURCE["add_rows"], axes.element_count, _choose_copy_threads(columns), words)
 
 
@@ -225,7 +232,7 @@ _BAND_BY_KIND = {
 }
 
 
-def _launch_band(
+def _launch_diagonal_band_copy(
     launches: LaunchBuilder, x: Operand, out: Operand, low: int, high: int, fill_value: float = 0.0
 ) -> None:
     """Launch a copy of a band of diagonals of each matrix; entries outside of the band become `fill_value`.
@@ -250,25 +257,25 @@ def _launch_band(
         high,
         float(fill_value),
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *axes.make_walk_fields(1, out),
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, out),
     ]
-    launches.add_launch(SOURCE["band"], count_element_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
+    launches.add_launch(SOURCE["band"], count_elementwise_blocks(axes.element_count), ELEMENTWISE_THREADS, words)
 
 
 def _bind_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    _launch_band(launches, call.operand(0), call.out, *_BAND_BY_KIND[str(call.attrs["kind"])])
+    _launch_diagonal_band_copy(launches, call.operand(0), call.out, *_BAND_BY_KIND[str(call.attrs["kind"])])
 
 
 def _bind_diag_mask_inf(launches: LaunchBuilder, call: BoundInstruction) -> None:
     past = int(np.asarray(call.attrs["n_past"]))
-    _launch_band(launches, call.operand(0), call.out, -_UNBOUNDED, past, -math.inf)
+    _launch_diagonal_band_copy(launches, call.operand(0), call.out, -_UNBOUNDED, past, -math.inf)
 
 
 def _bind_diag(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x = call.operand(0)
     rows = _with_shape_and_strides(x, (*x.shape[:-1], 1, x.shape[-1]), (*x.strides[:-1], 0, x.strides[-1]))
-    _launch_band(launches, rows, call.out, 0, 0)
+    _launch_diagonal_band_copy(launches, rows, call.out, 0, 0)
 
 
 def _bind_arange(launches: LaunchBuilder, call: BoundInstruction) -> None:

@@ -36,8 +36,8 @@ def _launch_reduction(launches: LaunchBuilder, call: BoundInstruction, kernel: s
         x.strides[-1],
         code,
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *axes.make_walk_fields(1, out),
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, out),
     ]
     launches.add_launch(SOURCE[f"{kernel}<{CUDA_TYPE_NAMES[out.dtype]}>"], axes.element_count, threads, words)
 
@@ -61,11 +61,11 @@ def _bind_scatter(launches: LaunchBuilder, call: BoundInstruction) -> None:
     words += [
         REDUCTION_CODES[str(call.attrs["reduce"])],
         *axes.axes_fields,
-        *axes.make_walk_fields(0, ids),
-        *axes.make_walk_fields(1, x),
-        *axes.make_walk_fields(2, out),
+        *axes.make_operand_stride_fields(0, ids),
+        *axes.make_operand_stride_fields(1, x),
+        *axes.make_operand_stride_fields(2, out),
     ]
-    words += launches.add_fault(f"id {{value}} names no entry of its row, which has {size}")
+    words += launches.add_fault_message(f"id {{value}} names no entry of its row, which has {size}")
     launches.add_launch(
         SOURCE[f"put<{CUDA_TYPE_NAMES[out.dtype]}, {ID_TYPE_NAMES[ids.dtype]}>"],
         axes.element_count,

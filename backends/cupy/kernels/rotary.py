@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....ops.declaration.attributes import float_attribute
 from ....ops.declaration.shape_rules import integers_attribute
-from ....ops.matrix.rope import compute_frequencies, position_planes
+from ....ops.matrix.rope import compute_rope_frequencies, map_pairs_to_positions_and_frequencies
 from ...fusion.dataflow import Dataflow, has_same_elements, require_no_alias
 from ...fusion.operands import BoundInstruction, Operand, require_supported
 from ...fusion.patterns import ROPE_OPS, match_normed_rope, match_saved_state_update
@@ -60,13 +60,13 @@ class RopeOperands:
         """Read positions and frequencies of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
-            inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs)
+            inverse, magnitude = compute_rope_frequencies(n_dims // 2, call.attrs)
             return cls(positions, 0, np.zeros(n_dims // 2, np.int32), inverse, magnitude)
         mode = str(call.attrs["mode"])
-        plane, index = position_planes(
+        plane, index = map_pairs_to_positions_and_frequencies(
             n_dims if mode == "vision" else n_dims // 2, integers_attribute(call.attrs, "sections"), mode
         )
-        inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs, index)
+        inverse, magnitude = compute_rope_frequencies(n_dims // 2, call.attrs, index)
         tensor = positions.tensor
         strides = tensor.strides[:-2] + tensor.strides[-1:]
         of_tokens = replace(
@@ -100,7 +100,7 @@ class RopeOperands:
         return [*words, *([0, 0] if factors is None else [factors, factors.strides[-1]])]
 
     @property
-    def row_positions(self) -> Operand:
+    def positions_per_head(self) -> Operand:
         """A view of the positions, repeated for all heads."""
         tensor = self.positions.tensor
         return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
@@ -122,7 +122,7 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     _copy_unrotated_columns(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
-    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.row_positions])
+    axes = build_iteration_axes(x.shape[:-1], [as_row_starts(x), as_row_starts(out), operands.positions_per_head])
     count = axes.element_count * pairs
     require_supported(count < MAX_ELEMENTS, f"{count} pairs are too many for one launch")
     words: list[LaunchWord] = [
@@ -133,9 +133,9 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
     ]
     words += [
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *axes.make_walk_fields(1, out),
-        *axes.make_walk_fields(2, call.operand(1)),
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, out),
+        *axes.make_operand_stride_fields(2, call.operand(1)),
     ]
     launches.add_launch(SOURCE["rope"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
 
@@ -176,7 +176,7 @@ def _bind_timestep_embedding(launches: LaunchBuilder, call: BoundInstruction) ->
         half,
         launches.upload_constant(inverse),
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
+        *axes.make_operand_stride_fields(0, x),
         call.out,
     ]
     launches.add_launch(SOURCE["timesteps"], count_blocks(count, ELEMENTWISE_THREADS), ELEMENTWISE_THREADS, words)
@@ -204,13 +204,13 @@ class _HeadPattern:
     save: int | None = None
 
     @property
-    def numbers(self) -> list[int]:
+    def instruction_numbers(self) -> list[int]:
         """The indices of the present instructions, in order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 
 
-def _find_cache_store(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
+def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
     """Find the instruction that stores a result in a KV cache, and the instruction that saves the old row.
 
     Returns:
@@ -223,18 +223,20 @@ def _find_cache_store(flow: Dataflow, number: int) -> tuple[int | None, int | No
         or not flow.is_operand_of(number, readers[0], 1)
     ):
         return None, None
-    return readers[0], _find_row_save(flow, readers[0])
+    return readers[0], _find_cache_row_save(flow, readers[0])
 
 
-def _find_row_save(flow: Dataflow, store: int) -> int | None:
+def _find_cache_row_save(flow: Dataflow, store: int) -> int | None:
     """Find the instruction that saves the cache row which `store` overwrites; return `None` if there is none."""
     save = flow.find_state_save(flow.bound_instruction(store).operand(0), store)
     return (
-        save if save is not None and _is_row_save(flow.bound_instruction(save), flow.bound_instruction(store)) else None
+        save
+        if save is not None and _is_save_of_overwritten_row(flow.bound_instruction(save), flow.bound_instruction(store))
+        else None
     )
 
 
-def _is_row_save(save: BoundInstruction, store: BoundInstruction) -> bool:
+def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction) -> bool:
     """Return whether `save` copies the old cache row that `store` overwrites.
 
     Only a single row qualifies: two of several rows may be the same.
@@ -285,7 +287,7 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
         require_supported(ids.is_dense and ids.dtype is DType.I32, "rows of the cache are numbered otherwise")
         require_supported(ids.tensor.spec.size * heads == math.prod(x.shape[:-1]), "heads of a token do not fill a row")
         first, launches.number = launches.number, chain.store
-        fault = launches.add_fault(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
+        fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {out.shape[-2]}")
         launches.number = first
         saved = calls["save"].out if "save" in calls else None
     else:
@@ -303,7 +305,7 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
             operands.positions.dtype is DType.I32 and len(operands.inverse), "positions are of another type"
         )
         require_supported(factors is None or factors.is_float, "factors are of another type")
-        positions, turns = operands.row_positions, operands.make_rope_fields(launches, calls["rope"], factors)
+        positions, turns = operands.positions_per_head, operands.make_rope_fields(launches, calls["rope"], factors)
     for result in (out, saved):
         if result is not None:
             require_no_alias(
@@ -313,48 +315,48 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
     words: list[LaunchWord] = [columns, heads, x.strides[-1], 0 if w is None else w.strides[-1], eps, w or 0, *turns]
     words += [
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *([0] * (1 + MAX_ITERATION_AXES) if positions is None else axes.make_walk_fields(1, positions)),
+        *axes.make_operand_stride_fields(0, x),
+        *([0] * (1 + MAX_ITERATION_AXES) if positions is None else axes.make_operand_stride_fields(1, positions)),
     ]
     words += [out, ids or 0, out.shape[-2] if chain.store is not None else 0, saved or 0, *fault]
     read = [o for o in (x, w, positions, ids) if o is not None]
     return _HeadLaunch(out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None])
 
 
-def _launch_head(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
+def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
     """Launch a head pattern and return the indices of its instructions."""
     head_launch = _build_head_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
     threads = choose_row_threads(head_launch.columns)
     launches.add_launch(kernel, head_launch.rows, threads, head_launch.words, 4 * head_launch.columns)
-    return chain.numbers
+    return chain.instruction_numbers
 
 
 def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
     """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE; a cache store may follow."""
     chain = match_normed_rope(flow, first)
-    return _HeadPattern(*chain, *_find_cache_store(flow, chain.rope))
+    return _HeadPattern(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
 def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RMS norm, multiplication and RoPE of heads, and the store into a KV cache if there is one."""
-    return _launch_head(launches, flow, _match_normed_head(flow, first))
+    return _launch_head_pattern(launches, flow, _match_normed_head(flow, first))
 
 
-def _fuse_rope_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse RoPE of heads and the store into a KV cache."""
-    store, save = _find_cache_store(flow, first)
+    store, save = _find_cache_store_and_row_save(flow, first)
     require_supported(store is not None, "it goes into no cache")
-    return _launch_head(launches, flow, _HeadPattern(rope=first, store=store, save=save))
+    return _launch_head_pattern(launches, flow, _HeadPattern(rope=first, store=store, save=save))
 
 
 def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
     """Match the head pattern that ends in the cache store `store`, with or without norm and RoPE."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
-    rope, save = flow.require_producer(store, 1), _find_row_save(flow, store)
+    rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
         return _HeadPattern(store=store, save=save)
-    require_supported(_find_cache_store(flow, rope) == (store, save), "the rotated head has other readers")
+    require_supported(_find_cache_store_and_row_save(flow, rope) == (store, save), "the rotated head has other readers")
     factor = flow.require_producer(rope, 0)
     if (
         flow.bound_instruction(factor).op == "mul"
@@ -389,21 +391,21 @@ def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
         words,
         4 * columns,
     )
-    return [n for chain in chains for n in chain.numbers]
+    return [n for chain in chains for n in chain.instruction_numbers]
 
 
-def _fuse_row_save_and_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
+def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse the save of an old cache row and the store of the new row."""
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
-    require_supported(_is_row_save(save, flow.bound_instruction(store)), "it saves no single row")
-    return _launch_head(launches, flow, _HeadPattern(store=store, save=first))
+    require_supported(_is_save_of_overwritten_row(save, flow.bound_instruction(store)), "it saves no single row")
+    return _launch_head_pattern(launches, flow, _HeadPattern(store=store, save=first))
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {
     "rms_norm": (_fuse_normed_head, _fuse_attention_heads),
-    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_store, _fuse_attention_heads)),
-    "get_rows": (_fuse_row_save_and_store,),
+    **dict.fromkeys(ROPE_OPS, (_fuse_rope_and_cache_store, _fuse_attention_heads)),
+    "get_rows": (_fuse_row_save_and_cache_store,),
 }
 BINDINGS: Mapping[str, OpBinder] = {
     "rope": _bind_rope,

@@ -23,7 +23,7 @@ SOURCES = (SOURCE,)
 GATING_CODES = {"softmax": 0, "sigmoid": 1}
 
 
-def _fuse_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_expert_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse expert routing of an MoE layer: the probabilities, the choice of experts, and the experts' shares."""
     chain = match_expert_routing(flow, number)
     gate, choice, last = (
@@ -77,4 +77,4 @@ def _fuse_routing(launches: LaunchBuilder, flow: Dataflow, number: int) -> Seque
     return chain.instruction_numbers
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(dict.fromkeys(GATING_CODES, (_fuse_routing,)))
+FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(dict.fromkeys(GATING_CODES, (_fuse_expert_routing,)))

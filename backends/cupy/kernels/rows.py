@@ -59,8 +59,8 @@ def _launch_row_kernel(
         x.shape[-1],
         x.strides[-1],
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *axes.make_walk_fields(1, out),
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, out),
         float(scalar),
     ]
     launches.add_launch(kernel, axes.element_count, threads or choose_row_threads(x.shape[-1]), words)
@@ -76,7 +76,7 @@ def _bind_rms_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
     )
 
 
-def _launch_scaled_norm(
+def _launch_scaled_rms_norm(
     launches: LaunchBuilder, x: Operand, y: Operand | None, scaled: BoundInstruction, norm: BoundInstruction, w: Operand
 ) -> None:
     """Launch an RMS norm of x, or of x + y, times a weight vector `w`. The instruction `norm` reads the sum."""
@@ -104,28 +104,28 @@ def _launch_scaled_norm(
         *axes.axes_fields,
     ]
     for k, operand in enumerate((x, y, total, out)):
-        words += [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_walk_fields(k, operand)
+        words += [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_operand_stride_fields(k, operand)
     launches.add_launch(SOURCE["scaled_norm"], axes.element_count, choose_row_threads(x.shape[-1]), words)
 
 
-def _fuse_scaled_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse an RMS norm and its scaling by a weight vector: ``rms_norm(x) * w``."""
     chain = match_scaled_norm(flow, number)
     norm, scaled = map(flow.bound_instruction, chain)
-    _launch_scaled_norm(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
+    _launch_scaled_rms_norm(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
     return chain
 
 
-def _fuse_sum_and_scaled_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_sum_and_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse a sum, its RMS norm and a scaling, ``rms_norm(x + y) * w``; the launch also writes the sum."""
-    norm, factor = match_scaled_norm(flow, flow.require_full_reader(number, "rms_norm"))
+    norm, factor = match_scaled_norm(flow, flow.require_whole_result_reader(number, "rms_norm"))
     total, scaled = flow.bound_instruction(number), flow.bound_instruction(factor)
     require_supported(len(flow.require_readers(number)) > 1, "the sum has no other reader")
     require_supported(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")
     x, y = total.operand(0), total.operand(1)
     if not y.is_dense:
         x, y = y, x
-    _launch_scaled_norm(launches, x, y, scaled, flow.bound_instruction(norm), scaled.operand(1))
+    _launch_scaled_rms_norm(launches, x, y, scaled, flow.bound_instruction(norm), scaled.operand(1))
     return number, norm, factor
 
 
@@ -187,10 +187,12 @@ def _bind_softmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
     one_a_head = [_view_elements(e, 0, (heads, 1), (e.strides[0], 0)) for e in extra[1:] if e is not None]
     axes = build_iteration_axes(x.shape[:-1], [*operands, *one_a_head])
     words: list[LaunchWord] = [x.shape[-1], x.strides[-1], steps, _read_number(call, "scale"), *axes.axes_fields]
-    words += [*axes.make_walk_fields(0, x), *axes.make_walk_fields(1, out)]
+    words += [*axes.make_operand_stride_fields(0, x), *axes.make_operand_stride_fields(1, out)]
     position = 2
     for operand in extra:
-        words += [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_walk_fields(position, operand)
+        words += (
+            [0] * (1 + MAX_ITERATION_AXES) if operand is None else axes.make_operand_stride_fields(position, operand)
+        )
         position += operand is not None
     launches.add_launch(SOURCE["softmax"], axes.element_count, choose_row_threads(x.shape[-1]), words)
 
@@ -246,13 +248,16 @@ def _bind_argmax(launches: LaunchBuilder, call: BoundInstruction) -> None:
         x.shape[-1],
         x.strides[-1],
         *axes.axes_fields,
-        *axes.make_walk_fields(0, x),
-        *axes.make_walk_fields(1, out),
+        *axes.make_operand_stride_fields(0, x),
+        *axes.make_operand_stride_fields(1, out),
     ]
     launches.add_launch(SOURCE["argmax"], axes.element_count, choose_row_threads(x.shape[-1]), words)
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = {"add": (_fuse_sum_and_scaled_norm,), "rms_norm": (_fuse_scaled_norm,)}
+FUSED: Mapping[str, Sequence[FusionBinder]] = {
+    "add": (_fuse_sum_and_scaled_rms_norm,),
+    "rms_norm": (_fuse_scaled_rms_norm,),
+}
 BINDINGS: Mapping[str, OpBinder] = {
     "rms_norm": _bind_rms_norm,
     "l2_norm": _bind_l2_norm,

@@ -59,7 +59,7 @@ def _make_sort_pass(columns: int, unit: int, count: int) -> SortPass:
     return SortPass(columns, length, min(count, length), count_blocks(columns, length), is_merge=False)
 
 
-def _launch_sort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, *, descending: bool) -> None:
+def _launch_argsort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, *, descending: bool) -> None:
     """Launch the passes that write the column indices of the first `count` entries of each sorted row."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     require_supported(x.is_dense, "rows that are sorted are not dense")
@@ -107,11 +107,11 @@ def _launch_sort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, 
 
 def _bind_argsort(launches: LaunchBuilder, call: BoundInstruction) -> None:
     x = as_float(launches, call.operand(0))
-    _launch_sort(launches, x, call.out, x.shape[-1], descending=bool(call.attrs["descending"]))
+    _launch_argsort(launches, x, call.out, x.shape[-1], descending=bool(call.attrs["descending"]))
 
 
 def _bind_top_k(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    _launch_sort(
+    _launch_argsort(
         launches, as_float(launches, call.operand(0)), call.out, int(float_attribute(call.attrs, "k")), descending=True
     )
 

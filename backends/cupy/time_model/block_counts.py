@@ -32,7 +32,7 @@ MISSING_ACCESS_PENALTY = 0.4
 """Cost of a counted access that the flow lacks; one surplus access costs 1. g++ loads some numbers twice."""
 
 
-def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
+def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
     """Estimate the number of warps that execute each basic block of a kernel in one launch.
 
     Args:
@@ -80,7 +80,7 @@ def _build_access_equations(
     The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
     has no equation.
     """
-    there, counted = _sum_block_bytes(blocks, reached), _sum_counted_bytes(sites)
+    there, counted = _sum_bytes_by_location_and_block(blocks, reached), _sum_counted_bytes_by_location(sites)
     known = []
     for places in _group_equivalent_locations({*there, *counted}, _find_inlining_conflicts(blocks, reached)):
         of_block: dict[int, float] = defaultdict(float)
@@ -123,11 +123,11 @@ def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int
         through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
         for place in blocks[number].access_bytes:
             if place.frames and not select_kernel_frames(place.frames[:1]):
-                through[place.frames[0], place.is_shared, place.is_store].add(_to_kernel_location(place))
+                through[place.frames[0], place.is_shared, place.is_store].add(_without_prelude_frames(place))
         yield from (sorted(places) for places in through.values() if len(places) > 1)
 
 
-def _to_kernel_location(place: AccessLocation) -> AccessLocation:
+def _without_prelude_frames(place: AccessLocation) -> AccessLocation:
     """Return an access location without its frames in prelude files."""
     return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
@@ -143,17 +143,19 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
     return sorted(reached)
 
 
-def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> dict[AccessLocation, dict[int, float]]:
+def _sum_bytes_by_location_and_block(
+    blocks: Sequence[BasicBlock], reached: Iterable[int]
+) -> dict[AccessLocation, dict[int, float]]:
     """Sum the bytes per warp lane that each reachable block moves, by location and block index."""
     there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():
-            at = _to_kernel_location(place)
+            at = _without_prelude_frames(place)
             there[at][number] = there[at].get(number, 0.0) + nbytes
     return there
 
 
-def _sum_counted_bytes(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
+def _sum_counted_bytes_by_location(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
     """Sum the counted bytes per warp lane of all warps, by location; also return the bytes of the widest access."""
     counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:

@@ -129,11 +129,11 @@ def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[
 
 def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
     ops, labels = _parse_instructions(lines)
-    called = {labels[to] for op in ops if (to := _find_called_function(op))}
+    called = {labels[to] for op in ops if (to := _find_called_function_label(op))}
     upto = min(called, default=len(ops))  # called functions follow the kernel
     lengths = {start: _count_function_instructions(ops, start) for start in called}
     begins = {0, *(at for at in labels.values() if at < upto)}
-    begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _ends_block(op) and i + 1 < upto}
+    begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _is_block_end(op) and i + 1 < upto}
     starts = sorted(begins)
     number = {start: i for i, start in enumerate(starts)}
     blocks = []
@@ -141,7 +141,7 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
         block = BasicBlock()
         for op in ops[start:end]:
             _add_instruction(block, op, lengths, labels)
-        block.successors = [number.get(at, -1) for at in _find_successors(ops[end - 1], end, labels)]
+        block.successors = [number.get(at, -1) for at in _find_successor_instructions(ops[end - 1], end, labels)]
         blocks.append(block)
     return blocks
 
@@ -151,7 +151,7 @@ def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 
 
-def _find_called_function(op: _Instruction) -> str:
+def _find_called_function_label(op: _Instruction) -> str:
     """Find the label of the function that an instruction calls; return "" for other instructions.
 
     A call of a local label is a branch.
@@ -160,19 +160,19 @@ def _find_called_function(op: _Instruction) -> str:
     return to[1] if to and to[1].startswith("$") else ""
 
 
-def _ends_block(op: _Instruction) -> bool:
+def _is_block_end(op: _Instruction) -> bool:
     """Return whether an instruction is the end of a basic block.
 
     BRA.DIV is none: it branches only if the lanes of a warp have diverged, and they never have.
     """
     if op.op.startswith("CALL"):
-        return not _find_called_function(op)
+        return not _find_called_function_label(op)
     return op.op.startswith(("BRA", "EXIT", "RET", "BRX", "JMX")) and not op.op.startswith("BRA.DIV")
 
 
-def _find_successors(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
+def _find_successor_instructions(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
     """Find the indices of the instructions that may follow the last instruction of a block; -1 is the end."""
-    if not _ends_block(last):
+    if not _is_block_end(last):
         yield end
         return
     if last.op.startswith(("BRA", "CALL")) and (to := _TARGET.search(last.operands)) and to[1] in labels:
@@ -189,15 +189,15 @@ def _add_instruction(
     if op.op == _NO_OPERATION:
         return
     block.instruction_count += 1
-    if to := _find_called_function(op):
+    if to := _find_called_function_label(op):
         block.instruction_count += lengths[labels[to]]
     if product := _MATRIX_PRODUCT.match(op.op):
         block.products[product[1], product[2]] += 1
         if product[1] == "HGMMA":
-            block.access_bytes[WARPGROUP_OPERANDS] += _compute_operand_bytes(
+            block.access_bytes[WARPGROUP_OPERANDS] += _compute_warpgroup_operand_bytes(
                 product[2], bool(_REGISTER_OPERAND.match(op.operands))
             )
-    if step := _find_dependence(op):
+    if step := _find_memory_dependence(op):
         block.dependences.append(step)
     if (access := _MEMORY_ACCESS.match(op.op)) and not op.never_runs:
         kind = access[1]
@@ -210,7 +210,7 @@ def _add_instruction(
             block.access_bytes[AccessLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
-def _compute_operand_bytes(shape: str, in_registers: bool) -> int:
+def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
     """Compute the bytes per warp lane that a warpgroup product such as 64x256x16 loads from shared memory.
 
     The four warps of the group share the operands. `in_registers`: the rows are in registers and are not loaded.
@@ -219,7 +219,7 @@ def _compute_operand_bytes(shape: str, in_registers: bool) -> int:
     return ((0 if in_registers else rows) + columns) * terms * 2 // 128
 
 
-def _find_dependence(op: _Instruction) -> MemoryDependence | None:
+def _find_memory_dependence(op: _Instruction) -> MemoryDependence | None:
     """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
     if op.op.startswith("LDGSTS"):
         return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..device.device_limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, Multiprocessor, find_limits
+from ..device.device_limits import MULTIPROCESSORS, SCHEDULER_COUNT, Limits, MultiprocessorLimits, find_limits
 
 COPY_EFFICIENCY = 0.9
 """The share of the data sheet's bandwidth that a copy reaches."""
@@ -70,7 +70,7 @@ class GpuModel:
         return find_limits(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
-    def multiprocessor(self) -> Multiprocessor:
+    def multiprocessor_limits(self) -> MultiprocessorLimits:
         """The limits of one multiprocessor on this kind of GPU."""
         return MULTIPROCESSORS[self.arch]
 
@@ -195,7 +195,9 @@ def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) 
     latency = CACHE_LATENCY_SECONDS if cached else MEMORY_LATENCY_SECONDS
     max_blocks = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the busiest multiprocessor
     together = min(
-        gpu.multiprocessor.compute_resident_blocks(work.block_threads, work.thread_registers, work.block_shared_bytes),
+        gpu.multiprocessor_limits.compute_resident_blocks(
+            work.block_threads, work.thread_registers, work.block_shared_bytes
+        ),
         max_blocks,
     )
     if together == 0:

@@ -9,7 +9,7 @@ from ...call_once import call_once
 from ..device import nvrtc
 from ..device.driver import KernelSource
 from ..emulation.access_counters import LaunchCounters
-from .block_counts import estimate_block_counts
+from .block_counts import estimate_block_executions
 from .control_flow import BasicBlock, build_control_flow_graphs
 from .launch_time import LaunchWork
 
@@ -30,15 +30,15 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
         BackendError: NVRTC or nvdisasm is not installed.
     """
     launch = counted.launch
-    code, takes = _compile_with_lines(launch.kernel.single_kernel_source, arch)
+    code, takes = _compile_with_line_info(launch.kernel.single_kernel_source, arch)
     blocks, resources = code[launch.kernel.name], takes[launch.kernel.name]
     many, threads = math.prod(launch.grid), math.prod(launch.block)
     warps = many * -(-threads // 32)
-    ran = estimate_block_counts(blocks, counted.sites, warps)
+    ran = estimate_block_executions(blocks, counted.sites, warps)
     products = dict.fromkeys(UNIT_PRODUCT_SIZES, 0.0)
     for times, block in zip(ran, blocks, strict=True):
         for (name, shape), number in block.products.items():
-            products[name] += times * number * _count_multiplications(shape) / UNIT_PRODUCT_SIZES[name]
+            products[name] += times * number * _count_multiplications_per_warp(shape) / UNIT_PRODUCT_SIZES[name]
     return LaunchWork(
         many,
         threads,
@@ -55,7 +55,7 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
     )
 
 
-def _count_multiplications(shape: str) -> float:
+def _count_multiplications_per_warp(shape: str) -> float:
     """Count the multiplications of a matrix product per warp: 16816 is 16 x 8 x 16; four warps share 64x256x16."""
     if "x" in shape:
         return math.prod(map(int, shape.split("x"))) / 4
@@ -92,7 +92,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 
 
 @call_once
-def _compile_with_lines(
+def _compile_with_line_info(
     source: KernelSource, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:
     """Compile a source with line information; return basic blocks and resources of each kernel, by its C++ name."""

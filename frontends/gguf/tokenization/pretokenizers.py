@@ -14,7 +14,7 @@ from ...errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class PreTokenizer:
+class PreTokenizerRule:
     """A pre-tokenizer rule: regular expressions that split a text one after the other, and the spelling of tokens.
 
     Matches and the text between them become pieces; BPE merges inside a piece only.
@@ -47,7 +47,7 @@ def _build_llama3_pattern(digits: str, contraction: str = _CASELESS + "|") -> st
     return rf"{contraction}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 
 
-def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", excluded: str = "") -> str:
+def _build_camel_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", excluded: str = "") -> str:
     """Build a pattern that splits camelCase words before upper-case letters.
 
     Args:
@@ -69,8 +69,8 @@ _QWEN35 = (
     rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
-_GPT4O = _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}")
-_KIMI_K2 = r"[\p{Han}]+|" + _build_case_pattern(
+_GPT4O = _build_camel_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}")
+_KIMI_K2 = r"[\p{Han}]+|" + _build_camel_case_pattern(
     f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", excluded=r"&&[^\p{Han}]"
 )
 _DEEPSEEK3 = (
@@ -125,35 +125,35 @@ _CHAMELEON = (
     r"[\p{P}!-/:-@\[-`{-~]",
 )
 _LINES = r"[^\n]+|\n+"
-GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
+GEMMA4 = PreTokenizerRule((_LINES,), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
 """The rule for ``tokenizer.ggml.model = gemma4``, which ignores ``tokenizer.ggml.pre``."""
 
-_RULES: tuple[tuple[str, PreTokenizer], ...] = (
+_RULES: tuple[tuple[str, PreTokenizerRule], ...] = (
     (
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+        PreTokenizerRule((_LLAMA3,), ignore_merges=True, add_bos=True),
     ),
-    ("dbrx smaug-bpe", PreTokenizer((_LLAMA3,))),
-    ("glm4 glm5", PreTokenizer((_LLAMA3,), ignore_merges=True, has_bos=False)),
-    ("chatglm-bpe", PreTokenizer((_LLAMA3,), has_bos=False)),
-    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
-    ("qwen35", PreTokenizer((_QWEN35,))),
-    ("ufakzeka", PreTokenizer((_build_llama3_pattern(r"\p{N}", contraction=""),))),
-    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
-    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _build_llama3_pattern(r"\p{N}+")), ignore_merges=True)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
-    ("granite-embed-multi-97m", PreTokenizer((_GPT4O,), ignore_merges=True)),
-    ("tiny_aya cohere2moe", PreTokenizer((*_TINY_AYA_DIGITS, _GPT4O))),
-    ("youtu", PreTokenizer((_YOUTU, _build_case_pattern(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
-    ("jais-2", PreTokenizer((_JAIS2,))),
-    ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
-    ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
-    ("tekken", PreTokenizer((_build_case_pattern("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
-    ("kimi-k2", PreTokenizer((_KIMI_K2,))),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
+    ("dbrx smaug-bpe", PreTokenizerRule((_LLAMA3,))),
+    ("glm4 glm5", PreTokenizerRule((_LLAMA3,), ignore_merges=True, has_bos=False)),
+    ("chatglm-bpe", PreTokenizerRule((_LLAMA3,), has_bos=False)),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizerRule((_QWEN2,))),
+    ("qwen35", PreTokenizerRule((_QWEN35,))),
+    ("ufakzeka", PreTokenizerRule((_build_llama3_pattern(r"\p{N}", contraction=""),))),
+    ("laguna", PreTokenizerRule((r"[^\n]+|[\n]+", _QWEN2))),
+    ("minicpm5", PreTokenizerRule((r"\p{N}{1,3}", _build_llama3_pattern(r"\p{N}+")), ignore_merges=True)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizerRule((_GPT4O,))),
+    ("granite-embed-multi-97m", PreTokenizerRule((_GPT4O,), ignore_merges=True)),
+    ("tiny_aya cohere2moe", PreTokenizerRule((*_TINY_AYA_DIGITS, _GPT4O))),
+    ("youtu", PreTokenizerRule((_YOUTU, _build_camel_case_pattern(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
+    ("jais-2", PreTokenizerRule((_JAIS2,))),
+    ("exaone-moe", PreTokenizerRule((_EXAONE_MOE,))),
+    ("spark2_5", PreTokenizerRule((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
+    ("tekken", PreTokenizerRule((_build_camel_case_pattern("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("kimi-k2", PreTokenizerRule((_KIMI_K2,))),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizerRule((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     (
         "deepseek-llm",
-        PreTokenizer(
+        PreTokenizerRule(
             (
                 r"[\r\n]",
                 rf"\s?[{_CASED_LETTERS}]+",
@@ -164,33 +164,33 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
             )
         ),
     ),
-    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
-    ("afmoe", PreTokenizer((_AFMOE_DIGITS, _AFMOE_CJK, _DEEPSEEK3))),
-    ("superbpe", PreTokenizer(_SUPERBPE_DIGITS)),
-    ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
-    ("seed-coder", PreTokenizer((_SEED,))),
+    ("deepseek-coder", PreTokenizerRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
+    ("afmoe", PreTokenizerRule((_AFMOE_DIGITS, _AFMOE_CJK, _DEEPSEEK3))),
+    ("superbpe", PreTokenizerRule(_SUPERBPE_DIGITS)),
+    ("bailingmoe bailingmoe2 llada-moe", PreTokenizerRule((_BAILING,))),
+    ("seed-coder", PreTokenizerRule((_SEED,))),
     (
         "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-        PreTokenizer((r"\p{N}", _GPT2)),
+        PreTokenizerRule((r"\p{N}", _GPT2)),
     ),
     (
         "gpt-2 phi-2 gigachat a.x-4.0 mellum mpt olmo jais trillion granite-docling exaone4 modern-bert "
         "jina-es jina-de jina-v1-en jina-v2-code jina-v2-es jina-v2-de roberta-bpe",
-        PreTokenizer((_GPT2,)),
+        PreTokenizerRule((_GPT2,)),
     ),
-    ("chameleon", PreTokenizer((*_CHAMELEON, _GPT2), add_bos=True)),
-    ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
-    ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-    ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
-    ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
+    ("chameleon", PreTokenizerRule((*_CHAMELEON, _GPT2), add_bos=True)),
+    ("falcon", PreTokenizerRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
+    ("default", PreTokenizerRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
+    ("poro-chat bloom gpt3-finnish", PreTokenizerRule((_BLOOM,))),
+    ("viking", PreTokenizerRule((_BLOOM, r"\p{N}"))),
     ("gemma4 granite-embed-multi-311m", GEMMA4),
-    ("sarvam-moe", PreTokenizer((_LINES,), uses_byte_letters=False, uses_space_marks=True)),
-    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), uses_byte_letters=False, uses_space_marks=True, line_prefix="▁")),
-    ("whitespace", PreTokenizer((r"\S+",), uses_byte_letters=False)),
+    ("sarvam-moe", PreTokenizerRule((_LINES,), uses_byte_letters=False, uses_space_marks=True)),
+    ("mmbert", PreTokenizerRule((r"▁[^▁\n]*|\n+",), uses_byte_letters=False, uses_space_marks=True, line_prefix="▁")),
+    ("whitespace", PreTokenizerRule((r"\S+",), uses_byte_letters=False)),
 )
 
 
-def _list_rules() -> Iterator[tuple[str, PreTokenizer]]:
+def _list_rules() -> Iterator[tuple[str, PreTokenizerRule]]:
     for names, rule in _RULES:
         for name in names.split():
             yield name, rule
@@ -200,7 +200,7 @@ PRE_TOKENIZERS = dict(_list_rules())
 """Every known value of ``tokenizer.ggml.pre``."""
 
 
-def select_pre_tokenizer(name: str) -> PreTokenizer:
+def select_pre_tokenizer_rule(name: str) -> PreTokenizerRule:
     """Return the pre-tokenizer rule with this value of ``tokenizer.ggml.pre``.
 
     Raises:

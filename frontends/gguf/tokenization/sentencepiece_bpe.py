@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from .rwkv_tokenizer import Encoding
 
 
-class ScoreMerger:
+class ScoreOrderedBpeTokenizer:
     """A BPE tokenizer that merges the pair of neighbours with the highest token score first.
 
     A character without a token becomes the tokens of its bytes. If a byte has no token, the character becomes

@@ -46,7 +46,7 @@ The token then has the given type. In gpt-oss and solar-open ``<|end|>`` ends on
 """
 
 
-def classify_special_tokens(
+def correct_types_and_find_end_tokens(
     token_ids: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
     """Correct the type of each token, and find the ids of the tokens that end a generation.

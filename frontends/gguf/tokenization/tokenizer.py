@@ -23,18 +23,26 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
 from ...errors import ModelError
 from .dna_tokenizer import KMER_SUFFIX
-from .pretokenizers import PreTokenizer
+from .pretokenizers import PreTokenizerRule
 from .rwkv_tokenizer import unescape_token
-from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, classify_special_tokens, find_space_stripping_tokens
+from .special_tokens import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER,
+    correct_types_and_find_end_tokens,
+    find_space_stripping_tokens,
+)
 from .tokenizer_models import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
 from .vocabulary import (
     PRE_KINDS,
     parse_byte_token,
-    read_id,
-    read_numbers,
-    read_rule,
+    read_numbers_per_token,
+    read_pre_tokenizer_rule,
     read_scalar,
-    read_tokens,
+    read_token_id,
+    read_vocabulary,
     require_unicode,
 )
 
@@ -84,7 +92,7 @@ class Tokenizer:
     add_space_prefix: bool
     strip_after: frozenset[int]
     """Special tokens that remove the white space after them (phi-3)."""
-    _rule: PreTokenizer
+    _rule: PreTokenizerRule
     _model_cache: TokenizerModelCache
     _special_tokens: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
@@ -138,7 +146,7 @@ class Tokenizer:
         return ids
 
     @validate_arguments(ModelError, text=TEXT)
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Encode a text that continues another text: no space is added before it, and no special tokens.
 
         Raises:
@@ -148,7 +156,7 @@ class Tokenizer:
         return list(self._encode_pieces(text, False, begins=False))
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
-    def encode_further(self, rendered: str, last: int) -> list[int]:
+    def encode_chat_continuation(self, rendered: str, last: int) -> list[int]:
         """Encode the continuation of a rendered chat, which follows the token `last`.
 
         Raises:
@@ -247,14 +255,16 @@ class Tokenizer:
         return self._special_tokens[parse_special]
 
     def _encode_plain(self, text: str, begins: bool) -> Sequence[int]:
-        text = self._model_cache.prepare_text(text, begins)
-        model = _call_tokenizers("the vocabulary cannot be used", partial(self._model_cache.choose_model, text, begins))
+        text = self._model_cache.normalise_text(text, begins)
+        model = _call_and_convert_errors(
+            "the vocabulary cannot be used", partial(self._model_cache.choose_model_for_text, text, begins)
+        )
 
         def ids() -> list[int]:
             no_token_id = len(self.tokens)  # the id of `NO_TOKEN`
             return [i for i in model.encode(text, add_special_tokens=False).ids if i < no_token_id]
 
-        return _call_tokenizers(f"a text of {len(text)} characters cannot be tokenized", ids)
+        return _call_and_convert_errors(f"a text of {len(text)} characters cannot be tokenized", ids)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"
@@ -295,11 +305,11 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         ModelError: The file has no vocabulary, an unknown kind or pre-tokenizer, or inconsistent values.
     """
     kind = _read_kind(metadata)
-    tokens, token_ids = read_tokens(metadata)
-    types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
-    rule = read_rule(metadata, kind)
+    tokens, token_ids = read_vocabulary(metadata)
+    types = read_numbers_per_token(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
+    rule = read_pre_tokenizer_rule(metadata, kind)
     ids = _read_special_ids(metadata, kind, len(tokens), rule.has_bos)
-    final_types, eos_ids = classify_special_tokens(token_ids, tokens, [*map(int, types)], ids)
+    final_types, eos_ids = correct_types_and_find_end_tokens(token_ids, tokens, [*map(int, types)], ids)
     adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
     adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
     for name, is_added in adds.items():
@@ -326,9 +336,9 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
-    ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
+    ids = {name: read_token_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
     if kind == "bert":  # the tokens before and after a text
-        cls, sep = (read_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
+        cls, sep = (read_token_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
         ids |= {"bos": cls if ids["bos"] is None else ids["bos"], "eos": ids["eos"] if sep is None else sep}
     bos, eos, unknown = DEFAULT_IDS[kind]
     for name, default in (("bos", bos if has_bos else None), ("eos", eos), ("unknown", unknown)):
@@ -365,7 +375,7 @@ def _require_short_runs(text: str) -> None:
             )
 
 
-def _call_tokenizers(problem: str, run: Callable[[], Result]) -> Result:
+def _call_and_convert_errors(problem: str, run: Callable[[], Result]) -> Result:
     """Call a function of HF ``tokenizers``, and convert its errors to `ModelError`.
 
     The Rust code raises plain `Exception`, or a panic that derives from `BaseException`.

@@ -19,17 +19,18 @@ from ....graph.storage.disk_cache import load_or_make, make_cache_path
 from ..metadata import MetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
-from .pretokenizers import PreTokenizer
+from .pretokenizers import PreTokenizerRule
 from .rwkv_tokenizer import LongestMatchTokenizer
-from .sentencepiece_bpe import ScoreMerger
-from .vocabulary import KEY_PREFIX, derive_merges, read_merges, read_scalar, read_scores
-from .wordpiece_unigram import UnigramByteFallback, build_unigram_model, build_wordpiece_model
+from .sentencepiece_bpe import ScoreOrderedBpeTokenizer
+from .vocabulary import KEY_PREFIX, derive_merges_from_scores, read_merges, read_scalar, read_token_scores
+from .wordpiece_unigram import UnigramByteFallbackTokenizer, build_unigram_model, build_wordpiece_model
 
 if TYPE_CHECKING:
     import tokenizers
 
 TokenizerModel: TypeAlias = (
-    "tokenizers.Tokenizer | ScoreMerger | UnigramByteFallback | LongestMatchTokenizer | MinCostTokenizer | DnaTokenizer"
+    "tokenizers.Tokenizer | ScoreOrderedBpeTokenizer | UnigramByteFallbackTokenizer | LongestMatchTokenizer "
+    "| MinCostTokenizer | DnaTokenizer"
 )
 SPACE_MARK = "▁"
 SPACE_MARKING_KINDS = ("bert", "t5")
@@ -64,7 +65,7 @@ class TokenizerModelCache:
         kind: str,
         tokens: tuple[str, ...],
         token_ids: Mapping[str, int],
-        rule: PreTokenizer,
+        rule: PreTokenizerRule,
         unknown_id: int | None,
     ) -> None:
         self._metadata, self._kind, self._tokens, self._token_ids, self._rule = metadata, kind, tokens, token_ids, rule
@@ -72,7 +73,7 @@ class TokenizerModelCache:
         self._has_dna_tags = kind == "hybriddna" and {OPEN_TAG, CLOSE_TAG, UNKNOWN_KMER} <= token_ids.keys()
         self._lookup_count = 0
 
-    def prepare_text(self, text: str, begins: bool = True) -> str:
+    def normalise_text(self, text: str, begins: bool = True) -> str:
         """Normalise a text to the spelling of the tokens: lower case, space marks and line prefixes.
 
         `begins` is false for the continuation of another text.
@@ -89,7 +90,7 @@ class TokenizerModelCache:
             text = "\n".join(lines)
         return text
 
-    def choose_model(self, text: str, begins: bool = True) -> TokenizerModel:
+    def choose_model_for_text(self, text: str, begins: bool = True) -> TokenizerModel:
         """Choose a model that encodes this normalised text as the model of the whole vocabulary would.
 
         For a short text the model has only the tokens that the text can use.
@@ -98,10 +99,11 @@ class TokenizerModelCache:
             return self._continuation_model
         if self._has_dna_tags and OPEN_TAG in text:
             return DnaTokenizer(
-                self._token_ids, lambda part: self.choose_model(part).encode(part, add_special_tokens=False).ids
+                self._token_ids,
+                lambda part: self.choose_model_for_text(part).encode(part, add_special_tokens=False).ids,
             )
         if self._kind in BPE_KINDS and len(text) <= MAX_PARTIAL_LOOKUPS and self._lookup_count <= MAX_PARTIAL_LOOKUPS:
-            substrings = self._list_substrings(text)
+            substrings = self._list_word_substrings(text)
             self._lookup_count += len(substrings)
             if self._lookup_count <= MAX_PARTIAL_LOOKUPS:
                 always = () if self._rule.uses_byte_letters else (*BYTE_TOKENS, self._unknown_text)
@@ -125,11 +127,11 @@ class TokenizerModelCache:
         )
 
     @cached_property
-    def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallback:
+    def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallbackTokenizer:
         """The unigram model for texts that continue another text, without a space before the text."""
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
-    def _list_substrings(self, text: str) -> set[str]:
+    def _list_word_substrings(self, text: str) -> set[str]:
         """Return the substrings of all words of a text, up to about `MAX_PARTIAL_LOOKUPS` of them.
 
         The search stops as soon as there are more.
@@ -176,14 +178,14 @@ class TokenizerModelCache:
             steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         return pre_tokenizers.Sequence(steps) if steps else None
 
-    def _build_model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer | ScoreMerger:
+    def _build_model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer | ScoreOrderedBpeTokenizer:
         from tokenizers import Tokenizer, models
 
         merges, vocab = self._select_merges(vocabulary), dict(vocabulary)
         if self._kind == "llama":
             results = {left + right for left, right in merges}
             if len({self._scores[self._token_ids[result]] for result in results}) < len(results):
-                return ScoreMerger(self._token_ids, self._scores, self._unknown_id)
+                return ScoreOrderedBpeTokenizer(self._token_ids, self._scores, self._unknown_id)
         if self._rule.uses_byte_letters:
             model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
         else:
@@ -197,7 +199,7 @@ class TokenizerModelCache:
     def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
         """Select the BPE merges (left, right) with a result in `vocabulary`, in order of priority."""
         if self._kind == "llama":
-            return derive_merges(vocabulary, self._scores)
+            return derive_merges_from_scores(vocabulary, self._scores)
         is_result = np.zeros(len(self._tokens), bool)
         is_result[[*vocabulary.values()]] = True
         left, right, _ = self._cached_merges[is_result[self._cached_merges[:, 2]]].T.tolist()
@@ -205,15 +207,17 @@ class TokenizerModelCache:
 
     @cached_property
     def _scores(self) -> Sequence[float]:
-        return read_scores(self._metadata, self._token_ids)
+        return read_token_scores(self._metadata, self._token_ids)
 
     @cached_property
     def _cached_merges(self) -> npt.NDArray[np.int32]:
         """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
-        merges = load_or_make(self._find_cache_file(), lambda: read_merges(self._metadata, self._token_ids).tobytes())
+        merges = load_or_make(
+            self._find_merges_cache_file(), lambda: read_merges(self._metadata, self._token_ids).tobytes()
+        )
         return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
-    def _find_cache_file(self) -> Path | None:
+    def _find_merges_cache_file(self) -> Path | None:
         """Return the path of the disk cache of the merges, or None if the file has no arrays of tokens and merges.
 
         The cache key has both arrays and the source code of `read_merges`.

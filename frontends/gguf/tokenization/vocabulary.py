@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...errors import ModelError
 from ..mapped_file import STRINGS_PER_READ
-from .pretokenizers import GEMMA4, PreTokenizer, select_pre_tokenizer
+from .pretokenizers import GEMMA4, PreTokenizerRule, select_pre_tokenizer_rule
 
 KEY_PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARACTERS = 1024
@@ -38,7 +38,7 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
     return value
 
 
-def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
+def read_token_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
     """Read the token id of one key, such as ``eos_token_id``; return None if it is missing or marked as absent.
 
     Raises:
@@ -52,7 +52,7 @@ def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | N
     return value
 
 
-def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[str, int]]:
+def read_vocabulary(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[str, int]]:
     """Read the vocabulary: the token texts by id, and the token ids by text.
 
     Raises:
@@ -73,7 +73,7 @@ def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[s
     return tokens, token_ids
 
 
-def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
+def read_numbers_per_token(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
     """Read an array with one number per token; return None if it is missing.
 
     Raises:
@@ -93,13 +93,13 @@ def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tupl
     return values
 
 
-def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
+def read_pre_tokenizer_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizerRule:
     """Read the pre-tokenizer rule of a vocabulary, which splits text into words before BPE merges.
 
     Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
     """
     if kind in PRE_KINDS:
-        return select_pre_tokenizer(read_scalar(metadata, "pre", str, "default") or "default")
+        return select_pre_tokenizer_rule(read_scalar(metadata, "pre", str, "default") or "default")
     return {
         "gemma4": GEMMA4,
         "rwkv": NO_SPLIT_RULE,
@@ -111,13 +111,13 @@ def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
 
 PRE_KINDS = ("gpt2", "hybriddna", "whitespace")
 """Kinds with a pre-tokenizer named in the file."""
-NO_SPLIT_RULE = PreTokenizer((), uses_byte_letters=False)
+NO_SPLIT_RULE = PreTokenizerRule((), uses_byte_letters=False)
 """The text is not split."""
-SENTENCEPIECE_RULE = PreTokenizer((), add_bos=True, uses_byte_letters=False, uses_space_marks=True)
+SENTENCEPIECE_RULE = PreTokenizerRule((), add_bos=True, uses_byte_letters=False, uses_space_marks=True)
 """SentencePiece merges in the whole text."""
-UNIGRAM_RULE = PreTokenizer((), has_bos=False, uses_byte_letters=False, uses_space_marks=True)
+UNIGRAM_RULE = PreTokenizerRule((), has_bos=False, uses_byte_letters=False, uses_space_marks=True)
 """Unigrams are searched in the whole text."""
-WORDPIECE_RULE = PreTokenizer((), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
+WORDPIECE_RULE = PreTokenizerRule((), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
 """The WordPiece model splits words itself."""
 
 
@@ -158,7 +158,7 @@ def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) ->
     return np.array([*dict.fromkeys(ids)], np.int32).reshape(-1, 3)
 
 
-def derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Derive the BPE merges from token scores: all pairs of tokens that form a token, the highest score first.
 
     SentencePiece vocabularies store no merges.
@@ -175,12 +175,14 @@ def derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> lis
     return merges
 
 
-def read_scores(metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama") -> tuple[float, ...]:
+def read_token_scores(
+    metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama"
+) -> tuple[float, ...]:
     """Read one score per token; raise `ModelError` if scores are missing or a token is too long.
 
     The limit is for `derive_merges_from_scores`. `kind` stands in the error message.
     """
-    scores = read_numbers(metadata, "scores", len(token_ids))
+    scores = read_numbers_per_token(metadata, "scores", len(token_ids))
     if scores is None:
         raise ModelError(f"{KEY_PREFIX}scores is missing; a vocabulary of kind {kind!r} needs one score a token")
     if (longest := max(map(len, token_ids))) > MAX_TOKEN_CHARACTERS:
@@ -188,7 +190,7 @@ def read_scores(metadata: Mapping[str, object], token_ids: Mapping[str, int], ki
     return scores
 
 
-def read_bytes(metadata: Mapping[str, object], name: str) -> bytes:
+def read_byte_array(metadata: Mapping[str, object], name: str) -> bytes:
     """Read an array of 8-bit integers, signed or unsigned, as bytes; raise `ModelError` for other elements."""
     values = cast("tuple[int, ...]", _read_array(metadata, name))  # other elements are refused below
     if not all(type(value) is int and -128 <= value < 256 for value in values):

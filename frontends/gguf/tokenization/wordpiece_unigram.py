@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...errors import ModelError
 from .rwkv_tokenizer import Encoding
 from .special_tokens import BYTE, NORMAL, UNUSED, USER
-from .vocabulary import KEY_PREFIX, read_bytes, read_numbers, read_scalar, read_scores
+from .vocabulary import KEY_PREFIX, read_byte_array, read_numbers_per_token, read_scalar, read_token_scores
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,7 +52,7 @@ def build_wordpiece_model(
 
 def build_unigram_model(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown_id: int | None, *, begins: bool = True
-) -> tokenizers.Tokenizer | UnigramByteFallback:
+) -> tokenizers.Tokenizer | UnigramByteFallbackTokenizer:
     """Build a unigram model, which splits a text into the tokens with the greatest sum of scores.
 
     The character map of the file normalises the text first. A character without a token becomes the tokens of its
@@ -66,8 +66,8 @@ def build_unigram_model(
     """
     from tokenizers import Regex, Tokenizer, models, normalizers
 
-    scores = read_scores(metadata, token_ids, "t5")
-    types = read_numbers(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
+    scores = read_token_scores(metadata, token_ids, "t5")
+    types = read_numbers_per_token(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
     min_score = min(
         (score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0
     )
@@ -79,7 +79,7 @@ def build_unigram_model(
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown_id, byte_fallback=False))
     steps: list[normalizers.Normalizer] = []
     if metadata.get(KEY_PREFIX + "precompiled_charsmap") is not None:
-        steps.append(normalizers.Precompiled(read_bytes(metadata, "precompiled_charsmap")))
+        steps.append(normalizers.Precompiled(read_byte_array(metadata, "precompiled_charsmap")))
     if read_scalar(metadata, "remove_extra_whitespaces", bool, False):
         steps += [normalizers.Strip(left=begins), normalizers.Replace(Regex(" {2,}"), " ")]
     if begins and read_scalar(metadata, "add_space_prefix", bool, True):
@@ -87,10 +87,14 @@ def build_unigram_model(
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     byte_ids = [token_ids.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
     has_bytes = unknown_id is not None and all(i >= 0 and types[i] == BYTE for i in byte_ids)
-    return UnigramByteFallback(tokenizer, unknown_id, byte_ids) if has_bytes and unknown_id is not None else tokenizer
+    return (
+        UnigramByteFallbackTokenizer(tokenizer, unknown_id, byte_ids)
+        if has_bytes and unknown_id is not None
+        else tokenizer
+    )
 
 
-class UnigramByteFallback:
+class UnigramByteFallbackTokenizer:
     """A unigram tokenizer with byte fallback: the bytes of an unknown character become tokens.
 
     The byte fallback of HF ``tokenizers`` would also match the texts of the byte tokens, unlike SentencePiece.

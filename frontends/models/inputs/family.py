@@ -13,7 +13,7 @@ from ....graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPattern:
+class AttentionWindowPattern:
     """The layers with an attention window: all layers except each ``period``-th (0: all layers have a window).
 
     ``is_global_first`` makes the first layer of a period the one without a window, not the last. ``size`` replaces
@@ -95,7 +95,7 @@ class FamilyTraits:
     """``rope.scaling.alpha`` stretches the RoPE base (NTK-aware scaling)."""
     repeat_key: str = ""
     """The key with the number of times that the stack of blocks runs."""
-    windows: WindowPattern | None = None
+    windows: AttentionWindowPattern | None = None
     qk_norm: str = "maybe"
     """Norms of q and k.
 
@@ -228,6 +228,6 @@ class FamilyTraits:
         return self.recurrent_where != "all"
 
     @property
-    def needs_block_input(self) -> bool:
+    def needs_block_input_in_ffn(self) -> bool:
         """Whether a part of the FFN needs the input of the block, that is the residual before the mixers."""
         return self.parallel_dense_ffn == "residual" or self.special_routing == "early router"

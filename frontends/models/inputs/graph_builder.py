@@ -14,7 +14,7 @@ from .... import ops
 from ....graph import DType, Graph, Value, input, state
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from .step import RingCache, Step, count_cache_rows
+from .step import RingCacheInput, Step, count_cache_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class StepGraphBuilder:
     ) -> None:
         self.step, self.steered = step, steered
         self.taps = taps
-        self.tokens = input("tokens", (step.row_count,), DType.I32)
+        self.tokens = input("tokens", (step.padded_token_count,), DType.I32)
         self.pos = input("pos", (step.sequences, step.tokens), DType.I32)
-        self.slot = input("slot", (step.row_count,), DType.I32)
+        self.slot = input("slot", (step.padded_token_count,), DType.I32)
         self.out_ids = input("out_ids", (step.outputs,), DType.I32)
         self.valid = input("valid", (step.sequences, step.tokens, 1))
         self.last = input("last", (step.sequences, step.tokens), DType.I32)
@@ -95,7 +95,7 @@ class StepGraphBuilder:
                 if attention_window.is_causal
                 else self._build_bidirectional_mask(attention_window)
             )
-            self._masks[key] = mask if biases is None else self._add_distance_biases(mask, biases)
+            self._masks[key] = mask if biases is None else self._add_relative_position_biases(mask, biases)
         return self._masks[key]
 
     def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
@@ -138,7 +138,7 @@ class StepGraphBuilder:
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
         return ops.sub(numbers, self.positions)
 
-    def _add_distance_biases(self, mask: Value, table: Value) -> Value:
+    def _add_relative_position_biases(self, mask: Value, table: Value) -> Value:
         """Add the relative position biases of T5 to the mask, and return f32[B, heads, T, T].
 
         ``table`` f32[buckets, heads] has a bias per bucket of distances. Half of the buckets are for later tokens. In
@@ -213,13 +213,13 @@ class StepGraphBuilder:
         pos = ops.cast(self.pos, dtype=DType.F32)
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
-    def position_in_block(self, ratio: int) -> Value:
+    def compute_positions_in_block(self, ratio: int) -> Value:
         """Compute the position of each token in its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
         pos = ops.cast(self.pos, dtype=DType.F32)
         start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
-        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.row_count,))
+        return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.padded_token_count,))
 
-    def complete_block_mask(self, ratio: int) -> Value:
+    def build_complete_block_mask(self, ratio: int) -> Value:
         """Build the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that are complete at each token.
 
         A block is complete for a token if the block ends at this token or earlier.
@@ -227,7 +227,7 @@ class StepGraphBuilder:
         last = ops.cast(ops.scale(self.compute_position_quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
-    def scale_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
+    def scale_queries_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
         """Scale queries f32[B, T, heads, size] by the attention temperature of their position.
 
         The queries are multiplied by ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor,
@@ -246,15 +246,15 @@ class StepGraphBuilder:
         return ops.mul(q, ops.reshape(query_scale, shape=(*self.pos.shape, 1, 1)))
 
     @cached_property
-    def token_valid(self) -> Value:
+    def token_validity_mask(self) -> Value:
         """The mask of valid tokens, f32[B, T, 1, 1]: 1 for tokens and 0 for padding."""
         return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
     def conv_rows(self) -> Value:
-        return self.integer_input("conv_rows", self.step.sequences, self.taps - 1)
+        return self.make_shared_integer_input("conv_rows", self.step.sequences, self.taps - 1)
 
-    def integer_input(self, name: str, *shape: int) -> Value:
+    def make_shared_integer_input(self, name: str, *shape: int) -> Value:
         """Return the graph input ``name`` i32[shape]; all callers share one input per name."""
         return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
 
@@ -264,9 +264,9 @@ class StepGraphBuilder:
 
     def sequences_to_rows(self, x: Value) -> Value:
         """Reshape sequences [B, T, ...] to rows of tokens [B*T, n]."""
-        return ops.reshape(x, shape=(self.step.row_count, x.spec.size // self.step.row_count))
+        return ops.reshape(x, shape=(self.step.padded_token_count, x.spec.size // self.step.padded_token_count))
 
-    def select_needed_rows(self, x: Value) -> Value:
+    def select_output_rows_unless_mtp(self, x: Value) -> Value:
         """Select the output rows of ``x`` f32[B*T, n]: f32[outputs, n]. Steps with MTP blocks keep all rows.
 
         The output rows are the tokens with requested logits.
@@ -311,7 +311,9 @@ class StepGraphBuilder:
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
         if ring := step.ring_cells(attention_window.ring_window):
             context, cells = ring, min(ring, cells)
-            slot = self.integer_input(RingCache(attention_window.ring_window).input_name, step.row_count)
+            slot = self.make_shared_integer_input(
+                RingCacheInput(attention_window.ring_window).input_name, step.padded_token_count
+            )
         cache_rows = count_cache_rows(context)
         old = state(name, (sequences * cache_rows, heads * size), dtype)
         rows = ops.reshape(new, shape=(sequences * count, heads * size))
@@ -352,7 +354,7 @@ class StepGraphBuilder:
             self._updates[state(f"{name}.{self.step.tokens}{WINDOWS}", both.shape)] = both
         return both
 
-    def sequence_state(self, name: str, *shape: int) -> Value:
+    def make_sequence_state(self, name: str, *shape: int) -> Value:
         """Make a state with one entry per sequence, f32[B, *shape]; `set_state` gives it its new value."""
         return state(name, (self.step.sequences, *shape))
 

@@ -83,7 +83,7 @@ class Step:
         return cells if window and self.max_new_tokens and cells < self.context else 0
 
     @property
-    def row_count(self) -> int:
+    def padded_token_count(self) -> int:
         """The token count of all sequences, padding included: ``sequences * tokens``."""
         return self.sequences * self.tokens
 
@@ -106,7 +106,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class RingCache:
+class RingCacheInput:
     """The input of a ring cache for layers with an attention window: the cache row that each token writes.
 
     The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its sequence.
@@ -129,7 +129,9 @@ class RingCache:
         return {self.input_name: np.array(slot, np.int32)}
 
 
-def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
+def build_step_inputs(
+    step: Step, batch: Batch, *, taps: int = 0, causal: bool = True
+) -> dict[str, npt.NDArray[np.generic]]:
     """Build the input arrays of the graph for a step from a batch, by input name.
 
     - ``tokens`` i32[B*T].
@@ -167,7 +169,7 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
         "slot": np.array(slot, np.int32),
-        **_build_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
+        **_build_token_count_inputs(step, tuple(map(len, batch.tokens)), taps, batch.output_positions is None),
     }
     if (positions := batch.output_positions) is not None:
         if bad := [(i, t) for i, t in positions if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
@@ -199,7 +201,7 @@ def _require_fit(step: Step, batch: Batch) -> None:
 
 
 @lru_cache(maxsize=64)
-def _build_count_inputs(
+def _build_token_count_inputs(
     step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
     """Build the read-only inputs that depend only on the counts of new tokens; they repeat from token to token."""

@@ -14,7 +14,7 @@ from ...gguf.hyperparameter_keys import CONVERT_REMEDY
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
 from ..inputs.weights import ModelWeights
-from .feed_forward import Norm, gate_heads, linear, split_columns
+from .feed_forward import Norm, apply_attention_output_gate, linear, split_columns
 from .rope import Rope, find_frequency_divisors
 
 
@@ -65,10 +65,10 @@ class Attention:
             q = ops.slice_(q, axis=-1, start=0, stop=size)
         if self.family.value_norm and v is not None:
             v = self.norm.apply_without_weights(v)
-        q = self.norm_and_rotate(weights, frame, f"{block}.attn_q_norm", q, name=f"{block}.q_rope")
+        q = self.apply_qk_norm_and_rope(weights, frame, f"{block}.attn_q_norm", q, name=f"{block}.q_rope")
         if k is not None:
-            k = self.norm_and_rotate(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
-        q = frame.scale_by_temperature(q, self.temperature)
+            k = self.apply_qk_norm_and_rope(weights, frame, f"{block}.attn_k_norm", k, name=f"{block}.k_rope")
+        q = frame.scale_queries_by_temperature(q, self.temperature)
         if k is not None and v is not None:
             cells = frame.write_and_read_kv(layer, k, v, self.attention_window)
         else:
@@ -99,7 +99,7 @@ class Attention:
                 None,
             )
         if weights.has_tensor(f"{block}.attn_qkv.weight"):
-            rows = self.split_fused_qkv(weights, f"{block}.attn_qkv", x, widths)
+            rows = self.project_fused_qkv(weights, f"{block}.attn_qkv", x, widths)
         elif self.family.value_norm and not weights.has_tensor(f"{block}.attn_v.weight"):
             q, k = (linear(weights, f"{block}.{name}", x, n) for name, n in zip(shapes, widths[:2], strict=False))
             rows = [q, k, k]
@@ -110,7 +110,7 @@ class Attention:
         q, k, v = (frame.rows_to_sequences(row, *shape) for row, shape in zip(rows, shapes.values(), strict=True))
         return q, k, v
 
-    def split_fused_qkv(self, weights: ModelWeights, name: str, x: Value, widths: list[int]) -> list[Value]:
+    def project_fused_qkv(self, weights: ModelWeights, name: str, x: Value, widths: list[int]) -> list[Value]:
         """Multiply ``x`` by the fused matrix of q, k and v, and split the result into the three.
 
         The matrix may have as many key heads as query heads; then only the first key and value heads count.
@@ -121,7 +121,7 @@ class Attention:
         three = split_columns(linear(weights, name, x, rows), widths[0], widths[0], widths[0])
         return [ops.slice_(y, axis=-1, start=0, stop=n) for y, n in zip(three, widths, strict=True)]
 
-    def norm_and_rotate(
+    def apply_qk_norm_and_rope(
         self, weights: ModelWeights, frame: StepGraphBuilder, norm: str, x: Value, *, name: str
     ) -> Value:
         """Apply the norm of queries or keys and RoPE to ``x``, in the order of the family.
@@ -165,7 +165,7 @@ class Attention:
 
     def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
         """Return the attention of queries to all cells of keys and values: f32[B, T, heads, value size]."""
-        biases = self.distance_biases(weights, block)
+        biases = self.find_relative_position_biases(weights, block)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         return ops.attention(
             *(q, k, v, frame.attention_mask(self.attention_window, biases), sinks),
@@ -176,7 +176,7 @@ class Attention:
             name=f"{block}.attn",
         )
 
-    def distance_biases(self, weights: ModelWeights, block: str) -> Value | None:
+    def find_relative_position_biases(self, weights: ModelWeights, block: str) -> Value | None:
         """Find the relative position biases of the heads, f32[buckets, heads]; return `None` if the file has none.
 
         A bucket is a range of distances between two tokens. A file may have the tensor in block 0 only.
@@ -197,7 +197,7 @@ class Attention:
 
         The result is f32[B*T, E].
         """
-        y = gate_heads(weights, frame, block, x, y, self.family.gate)
+        y = apply_attention_output_gate(weights, frame, block, x, y, self.family.gate)
         y = frame.sequences_to_rows(y)
         if weights.has_tensor(f"{block}.attn_sub_norm.weight"):
             y = self.norm(weights, f"{block}.attn_sub_norm", y)
@@ -206,7 +206,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionAsMatrix:
+class MatrixInsteadOfAttention:
     """A layer that has one matrix instead of attention: f32[n, E] to f32[n, E]."""
 
     taps: int = 0

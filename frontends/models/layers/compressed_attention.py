@@ -120,14 +120,18 @@ class CompressedAttention:
         Raises:
             ModelError: A value is missing or invalid.
         """
-        ratio = keys.per_block_counts("attention.compress_ratios", keys.block_count())[layer]
+        ratio = keys.read_per_block_counts("attention.compress_ratios", keys.read_block_count())[layer]
         if ratio not in BLOCK_RATIOS:
-            raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, BLOCK_RATIOS))}")
-        groups, size = keys.count("attention.output_group_count"), keys.count("attention.key_length")
+            raise keys.make_key_error(
+                "attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, BLOCK_RATIOS))}"
+            )
+        groups, size = keys.read_count("attention.output_group_count"), keys.read_count("attention.key_length")
         if heads % groups:
-            raise keys.error("attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}")
+            raise keys.make_key_error(
+                "attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}"
+            )
         plain = Rope(rope.n_dims, rope.mode, rope.base)
-        base = Rope.read_base(keys, "attention.compress_rope_freq_base") if ratio else 0.0
+        base = Rope.read_frequency_base(keys, "attention.compress_rope_freq_base") if ratio else 0.0
         # Cancels the attention factor of YaRN, which `ops.rope` applies.
         magnitude = 1.0 / (1.0 - 0.1 * math.log(rope.freq_scale)) if rope.ext_factor else 1.0
         turning = replace(rope, base=base, attn_factor=magnitude) if ratio else plain
@@ -157,12 +161,12 @@ class CompressedAttention:
         if self.blocks:
             earlier = self.compute_block_keys(weights, frame, layer, x, self.blocks)
             cells = ops.concat(cells, earlier, axis=1)
-            mask = ops.concat(mask, frame.complete_block_mask(self.blocks.ratio), axis=-1)
+            mask = ops.concat(mask, frame.build_complete_block_mask(self.blocks.ratio), axis=-1)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         scale = 1.0 / math.sqrt(self.size)
         y = ops.attention(q, cells, cells, mask, sinks, scale=scale, name=f"{block}.attn")
         y = self.rotate_columns(y, frame.negative_positions, name=f"{block}.attn_turned_back")
-        return self.project_output(weights, frame, block, y, x.shape[-1])
+        return self.project_output_by_groups(weights, frame, block, y, x.shape[-1])
 
     def rotate_columns(self, x: Value, pos: Value, *, name: str) -> Value:
         return self.rope.rotate(x, pos, name=name, offset=self.size - self.rope.n_dims)
@@ -179,12 +183,12 @@ class CompressedAttention:
         columns = size * (blocks.tokens_per_key // ratio)
         kv = matmul(weights, f"{block}.attn_compressor_kv", x, columns)
         places = weights(f"{block}.attn_compressor_ape.weight", (ratio, columns))
-        places = ops.get_rows(places, frame.position_in_block(ratio))
+        places = ops.get_rows(places, frame.compute_positions_in_block(ratio))
         score = ops.add(matmul(weights, f"{block}.attn_compressor_gate", x, columns), places)
         count = blocks.max_block_count(step)
-        rows = frame.integer_input(f"block_rows.{ratio}", step.sequences, count * blocks.tokens_per_key)
-        pos = frame.integer_input(f"block_pos.{ratio}", step.sequences, count)
-        slot = frame.integer_input(f"block_slot.{ratio}", step.sequences * count)
+        rows = frame.make_shared_integer_input(f"block_rows.{ratio}", step.sequences, count * blocks.tokens_per_key)
+        pos = frame.make_shared_integer_input(f"block_pos.{ratio}", step.sequences, count)
+        slot = frame.make_shared_integer_input(f"block_slot.{ratio}", step.sequences * count)
 
         def members(name: str, new: Value) -> Value:
             """Return the tokens of each block that this run completes, f32[B, N, tokens per key, columns]."""
@@ -209,12 +213,14 @@ class CompressedAttention:
         mean = self.rotate_columns(mean, pos, name=f"{block}.block_rope")
         return frame.write_and_read_cache(f"cache_c.{layer}", mean, slot, ratio=ratio)
 
-    def project_output(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, y: Value, width: int) -> Value:
+    def project_output_by_groups(
+        self, weights: ModelWeights, frame: StepGraphBuilder, block: str, y: Value, width: int
+    ) -> Value:
         """Apply the output projection to the head results ``y``: first by groups of heads, then together.
 
         The result is f32[B*T, width].
         """
-        rows, groups, each = frame.step.row_count, self.groups, self.heads * self.size // self.groups
+        rows, groups, each = frame.step.padded_token_count, self.groups, self.heads * self.size // self.groups
         name = f"{block}.attn_output_a"
         shape = weights.tensor_shape(f"{name}.weight")
         matrix = weights(f"{name}.weight", shape)

@@ -77,7 +77,7 @@ def matmul(weights: ModelWeights, name: str, x: Value, features: int) -> Value:
     return ops.mul_mat(matrix, x, name=name)
 
 
-def gate_heads(
+def apply_attention_output_gate(
     weights: ModelWeights,
     frame: StepGraphBuilder,
     block: str,
@@ -218,7 +218,7 @@ class Activation:
         bounded = ops.clamp(ops.silu(gate), min=-3.0e38, max=self.limit)
         return ops.mul(bounded, ops.clamp(up, min=-self.limit, max=self.limit), name=name)
 
-    def apply_to_fused(self, both: Value, name: str) -> Value:
+    def apply_to_fused_gate_up(self, both: Value, name: str) -> Value:
         """Apply the gated activation to a tensor that holds gate and up side by side: f32[..., 2n] to f32[..., n]."""
         if not self.limit and not self.gate_cutoff and (kind := getattr(GATED_ACTIVATIONS.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
@@ -251,7 +251,7 @@ def apply_feed_forward(
         inner = unit.apply_gated(gate, up, name)
     elif weights.tensor_shape(f"{block}.ffn_up{suffix}.weight")[0] == 2 * features:
         both = linear(weights, f"{block}.ffn_up{suffix}", x, 2 * features, bias_first=True)
-        inner = unit.apply_to_fused(both, name)
+        inner = unit.apply_to_fused_gate_up(both, name)
     else:
         inner = unit.apply(linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True), name)
         divisors = weights.optional_leaf(f"{block}.ffn.act.scales", (features,))

@@ -25,7 +25,7 @@ from .mamba import convolve_and_silu
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class GatedDeltaNet:
     """A gated delta net layer, as in Qwen3-Next and Qwen3.5: linear attention with the delta rule and a decay per head.
 
     The result is multiplied by an output gate: SiLU or sigmoid of another projection.
@@ -40,20 +40,27 @@ class DeltaNet:
     required_inputs: frozenset[str] = RECURRENT_INPUTS
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> DeltaNet:
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> GatedDeltaNet:
         """Read the sizes of the layer from the metadata.
 
         Raises:
             ModelError: Value heads are no multiple of key heads, or do not fill the inner size.
         """
-        size, key_heads = keys.count("ssm.state_size"), keys.count("ssm.group_count")
-        value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
+        size, key_heads = keys.read_count("ssm.state_size"), keys.read_count("ssm.group_count")
+        value_heads, inner = keys.read_count("ssm.time_step_rank"), keys.read_count("ssm.inner_size")
         if value_heads % key_heads:
-            raise keys.error("ssm.time_step_rank", f"is {value_heads}; need a multiple of group_count {key_heads}")
+            raise keys.make_key_error(
+                "ssm.time_step_rank", f"is {value_heads}; need a multiple of group_count {key_heads}"
+            )
         if inner != value_heads * size:
-            raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
+            raise keys.make_key_error(
+                "ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}"
+            )
         # One tap would need no state, and no such model exists.
-        taps, eps = keys.count("ssm.conv_kernel", minimum=2), keys.positive("attention.layer_norm_rms_epsilon")
+        taps, eps = (
+            keys.read_count("ssm.conv_kernel", minimum=2),
+            keys.read_positive("attention.layer_norm_rms_epsilon"),
+        )
         return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
 
     @property
@@ -68,7 +75,9 @@ class DeltaNet:
         """
         block, heads = f"blk.{layer}", self.value_heads
         by_key_head = weights.has_tensor(f"{block}.ssm_ba.weight")
-        qkv, z, alpha, beta = (self.project_by_key_head if by_key_head else self.project_inputs)(weights, block, x)
+        qkv, z, alpha, beta = (
+            self.project_qkv_gate_and_rates_by_key_head if by_key_head else self.project_qkv_gate_and_rates
+        )(weights, block, x)
         mixed = split_columns(convolve_and_silu(weights, frame, layer, qkv, self.taps), *self.qkv_widths)
         q, k, v = (frame.rows_to_sequences(y, y.shape[-1] // self.size, self.size) for y in mixed)
         steps = ops.softplus(ops.add(alpha, weights(f"{block}.ssm_dt.bias", (heads,))))
@@ -81,7 +90,7 @@ class DeltaNet:
         o = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), OUTPUT_GATES[self.gate](z), name=f"{block}.ssm_gated")
         return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(o), x.shape[-1])
 
-    def project_inputs(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
+    def project_qkv_gate_and_rates(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
         """Project ``x`` to q, k and v side by side, the output gate, and the operands of decay and learning rate.
 
         Shapes: f32[B*T, channels], f32[B*T, heads * size], and twice f32[B*T, heads].
@@ -90,7 +99,7 @@ class DeltaNet:
         widths = {"attn_qkv": sum(self.qkv_widths), "attn_gate": inner, "ssm_alpha": heads, "ssm_beta": heads}
         return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
 
-    def project_by_key_head(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
+    def project_qkv_gate_and_rates_by_key_head(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
         """Return the results of `project_qkv_gate_and_rates` for files with the rows of each key head together.
 
         One matrix gives the operands of decay and learning rate. Early files also have one matrix for q, k, v and the
@@ -133,12 +142,14 @@ class KimiDeltaAttention:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> KimiDeltaAttention:
-        heads = max(keys.per_block_counts("attention.head_count", keys.block_count()))
-        if family.bounded_decay > 0.0 and not keys.flag("kda.safe_gate", True):
-            raise keys.error("kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture")
-        floor = keys.number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
-        taps, eps = keys.count("ssm.conv_kernel", minimum=2), keys.eps("attention.layer_norm_rms_epsilon")
-        size, l2_eps = keys.count("kda.head_dim"), family.l2_eps or eps
+        heads = max(keys.read_per_block_counts("attention.head_count", keys.read_block_count()))
+        if family.bounded_decay > 0.0 and not keys.read_flag("kda.safe_gate", True):
+            raise keys.make_key_error(
+                "kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture"
+            )
+        floor = keys.read_number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
+        taps, eps = keys.read_count("ssm.conv_kernel", minimum=2), keys.read_epsilon("attention.layer_norm_rms_epsilon")
+        size, l2_eps = keys.read_count("kda.head_dim"), family.l2_eps or eps
         return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
@@ -149,14 +160,14 @@ class KimiDeltaAttention:
         q, k, v = (frame.rows_to_sequences(y, heads, size) for y in mixed)
         beta, decay = matmul(weights, f"{block}.ssm_beta", x, heads), self.compute_log_decay(weights, frame, block, x)
         o = apply_delta_rule(frame, layer, q, k, v, decay, beta, self.l2_eps)
-        gate = frame.rows_to_sequences(self.project_low_rank(weights, block, "ssm_g", x), heads, size)
+        gate = frame.rows_to_sequences(self.project_full_or_low_rank(weights, block, "ssm_g", x), heads, size)
         y = ops.mul(self.norm(weights, f"{block}.ssm_norm", o), ops.sigmoid(gate), name=f"{block}.ssm_gated")
         return matmul(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
     def compute_log_decay(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value) -> Value:
         """Compute the log decay of each key channel from ``x`` f32[B*T, E]: f32[B, T, heads, size], 0 for padding."""
         g = ops.add(
-            self.project_low_rank(weights, block, "ssm_f", x),
+            self.project_full_or_low_rank(weights, block, "ssm_f", x),
             weights(f"{block}.ssm_dt.bias", (self.heads * self.size,)),
         )
         a = weights.leaf_in_shape(f"{block}.ssm_a", (self.heads, 1))
@@ -165,9 +176,9 @@ class KimiDeltaAttention:
             g = ops.scale(ops.sigmoid(g), scale=self.floor)
         else:
             g = ops.mul(frame.rows_to_sequences(ops.softplus(g), self.heads, self.size), a)
-        return ops.mul(g, frame.token_valid, name=f"{block}.decay")
+        return ops.mul(g, frame.token_validity_mask, name=f"{block}.decay")
 
-    def project_low_rank(self, weights: ModelWeights, block: str, name: str, x: Value) -> Value:
+    def project_full_or_low_rank(self, weights: ModelWeights, block: str, name: str, x: Value) -> Value:
         """Multiply ``x`` f32[B*T, E] by one full matrix, or by two low-rank ones if the file has these.
 
         The result is f32[B*T, heads * size].
@@ -206,7 +217,7 @@ def apply_delta_rule(
     block, (_, _, count, size) = f"blk.{layer}", v.shape
     q, k = ops.l2_norm(q, eps=eps, name=f"{block}.q_l2"), ops.l2_norm(k, eps=eps, name=f"{block}.k_l2")
     beta = ops.mul(frame.rows_to_sequences(ops.sigmoid(beta), count), frame.valid, name=f"{block}.beta")
-    old = frame.sequence_state(f"delta_state.{layer}", count, size, size)
+    old = frame.make_sequence_state(f"delta_state.{layer}", count, size, size)
     o, new = ops.gated_delta_net(
         q, k, v, decay, beta, old, heads=heads, snapshots=frame.snapshot_count, name=f"{block}.delta_net"
     )

@@ -15,8 +15,8 @@ from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..inputs.family import FamilyTraits
 from ..inputs.graph_builder import CACHE_INPUTS, AttentionWindow, StepGraphBuilder, TemperatureScaling
 from ..inputs.weights import ModelWeights
-from .feed_forward import Norm, gate_heads, linear, matmul, split_columns
-from .rope import Rope, find_frequency_divisors, read_original_context
+from .feed_forward import Norm, apply_attention_output_gate, linear, matmul, split_columns
+from .rope import Rope, find_frequency_divisors, read_original_context_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +72,26 @@ class LatentAttention:
             ModelError: A value is missing or invalid.
         """
         sizes = [
-            (attention_window.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
-            or keys.count_or_default(f"attention.{kind}_length_mla", 0)
-            or keys.count(f"attention.{kind}_length")
+            (attention_window.window and keys.read_count_or_default(f"attention.{kind}_length_mla_swa", 0))
+            or keys.read_count_or_default(f"attention.{kind}_length_mla", 0)
+            or keys.read_count(f"attention.{kind}_length")
             for kind in ("key", "value")
         ]
-        rank = (attention_window.window and keys.count_or_default("attention.kv_lora_rank_swa", 0)) or keys.count(
-            "attention.kv_lora_rank"
-        )
-        turning = keys.count("rope.dimension_count", 0, minimum=0)
+        rank = (
+            attention_window.window and keys.read_count_or_default("attention.kv_lora_rank_swa", 0)
+        ) or keys.read_count("attention.kv_lora_rank")
+        turning = keys.read_count("rope.dimension_count", 0, minimum=0)
         if turning > sizes[0]:
-            raise keys.error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
+            raise keys.make_key_error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
         scale = _compute_yarn_score_factor(keys, family, rope) / math.sqrt(sizes[0])
-        plain, context = sizes[0] - turning, read_original_context(keys)
+        plain, context = sizes[0] - turning, read_original_context_length(keys)
         return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, attention_window, context, temperature)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the latent attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block = f"blk.{layer}"
         q, _ = self.compute_queries(weights, block, x)
-        c, pe = self.compute_latent_vectors(weights, frame, block, x)
+        c, pe = self.compute_latents_and_rotated_keys(weights, frame, block, x)
         if weights.has_tensor(f"{block}.attn_k_b.weight"):
             y = self.attend_latent(weights, frame, layer, q, c, pe)
         else:
@@ -110,7 +110,7 @@ class LatentAttention:
         short = self.norm(weights, f"{block}.attn_q_a_norm", matmul(weights, f"{block}.attn_q_a", x, rank))
         return matmul(weights, f"{block}.attn_q_b", short, width), short
 
-    def compute_latent_vectors(
+    def compute_latents_and_rotated_keys(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value
     ) -> tuple[Value, Value | None]:
         """Compute the normalised latent vectors f32[B*T, rank] and the rotated key columns f32[B, T, 1, columns].
@@ -124,9 +124,9 @@ class LatentAttention:
         c, pe = self.norm(weights, f"{block}.attn_kv_a_norm", c), frame.rows_to_sequences(pe, 1, self.rotated_columns)
         if weights.has_tensor(f"{block}.attn_k_norm.weight"):
             pe = self.norm(weights, f"{block}.attn_k_norm", pe)
-        return c, self.rotate_columns(weights, frame, block, pe, name=f"{block}.k_rope")
+        return c, self.apply_rope_to_last_columns(weights, frame, block, pe, name=f"{block}.k_rope")
 
-    def rotate_columns(
+    def apply_rope_to_last_columns(
         self, weights: ModelWeights, frame: StepGraphBuilder, block: str, x: Value, *, name: str
     ) -> Value:
         """Apply RoPE to the last ``rotated_columns`` of ``x`` f32[B, T, heads, n]."""
@@ -178,14 +178,14 @@ class LatentAttention:
         if not self.rotated_columns:
             return self.matmul_per_head(weights, frame, f"{block}.attn_k_b", q, self.rank), None
         plain, turning = split_columns(q, self.unrotated_columns, self.rotated_columns)
-        turning = self.rotate_columns(weights, frame, block, turning, name=f"{block}.q_rope")
+        turning = self.apply_rope_to_last_columns(weights, frame, block, turning, name=f"{block}.q_rope")
         return self.matmul_per_head(weights, frame, f"{block}.attn_k_b", plain, self.rank), turning
 
     def matmul_per_head(
         self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value, features: int
     ) -> Value:
         """Multiply each head of ``x`` f32[B, T, heads, n] by its own matrix: f32[B, T, heads, features]."""
-        rows, size = frame.step.row_count, x.shape[-1]
+        rows, size = frame.step.padded_token_count, x.shape[-1]
         x = ops.permute(ops.reshape(x, shape=(rows, self.heads, size)), axes=(1, 0, 2))
         # A single head has a matrix without the head axis.
         shape = (self.heads, features, size)[self.heads == 1 :]
@@ -212,7 +212,7 @@ class LatentAttention:
         """
         block = f"blk.{layer}"
         q = frame.rows_to_sequences(q, self.heads, self.unrotated_columns + self.rotated_columns)
-        q = self.rotate_columns(weights, frame, block, q, name=f"{block}.q_rope")
+        q = self.apply_rope_to_last_columns(weights, frame, block, q, name=f"{block}.q_rope")
         both = matmul(weights, f"{block}.attn_kv_b", c, self.heads * (self.unrotated_columns + self.value_size))
         k, v = split_columns(
             frame.rows_to_sequences(both, self.heads, self.unrotated_columns + self.value_size),
@@ -224,7 +224,7 @@ class LatentAttention:
         return self.attend(weights, frame, block, q, *frame.write_and_read_kv(layer, k, v, self.attention_window))
 
     def attend(self, weights: ModelWeights, frame: StepGraphBuilder, block: str, q: Value, k: Value, v: Value) -> Value:
-        q = frame.scale_by_temperature(q, self.temperature)
+        q = frame.scale_queries_by_temperature(q, self.temperature)
         sinks = weights.optional_leaf(f"{block}.attn_sinks.weight", (self.heads,))
         return ops.attention(
             q, k, v, frame.attention_mask(self.attention_window), sinks, scale=self.scale, name=f"{block}.attn"
@@ -235,7 +235,7 @@ class LatentAttention:
 
         The result is f32[B*T, E].
         """
-        y = gate_heads(weights, frame, block, x, y)
+        y = apply_attention_output_gate(weights, frame, block, x, y)
         return linear(weights, f"{block}.attn_output", frame.sequences_to_rows(y), x.shape[-1])
 
 
@@ -244,5 +244,5 @@ def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rop
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)
-    multiplier = (keys.positive_or_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
+    multiplier = (keys.read_positive_or_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
     return (rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * multiplier * stretch)) ** 2

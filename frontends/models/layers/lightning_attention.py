@@ -36,10 +36,13 @@ class LightningAttention:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> LightningAttention:
-        blocks, heads = keys.block_count(), max(keys.per_block_counts("attention.head_count", keys.block_count()))
-        size = keys.count_or_default("attention.key_length", keys.count("embedding_length") // heads)
+        blocks, heads = (
+            keys.read_block_count(),
+            max(keys.read_per_block_counts("attention.head_count", keys.read_block_count())),
+        )
+        size = keys.read_count_or_default("attention.key_length", keys.read_count("embedding_length") // heads)
         share = 1.0 - layer / max(1, blocks - 1) + 1e-5
-        return cls(heads, size, share, Norm(keys.eps("attention.layer_norm_rms_epsilon")))
+        return cls(heads, size, share, Norm(keys.read_epsilon("attention.layer_norm_rms_epsilon")))
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the linear attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
@@ -48,8 +51,8 @@ class LightningAttention:
             ops.silu(matmul(weights, f"{block}.attn_qkv", x, 3 * width)), self.heads, 3 * self.size
         )
         q, k, v = split_columns(both, self.size, self.size, self.size)
-        valid = frame.token_valid
-        old = frame.sequence_state(f"linear_state.{layer}", self.heads, self.size, self.size)
+        valid = frame.token_validity_mask
+        old = frame.make_sequence_state(f"linear_state.{layer}", self.heads, self.size, self.size)
         decay = ops.exp(ops.mul(self.build_log_decays(k), valid), name=f"{block}.decay")
         rule = partial(ops.gated_linear_attn, scale=1.0, name=f"{block}.linear")
         y = frame.run_recurrence(rule, (ops.mul(k, valid), v, q, decay), old)
@@ -66,7 +69,7 @@ class LightningAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolution:
+class GatedShortConvolution:
     """A gated short convolution: a convolution over few tokens between two gates.
 
     State ``conv_state.N`` f32[B, taps-1, E].
@@ -76,8 +79,8 @@ class ShortConvolution:
     required_inputs: frozenset[str] = frozenset({"conv_rows"})
 
     @classmethod
-    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> ShortConvolution:
-        return cls(keys.count("shortconv.l_cache", minimum=2))
+    def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> GatedShortConvolution:
+        return cls(keys.read_count("shortconv.l_cache", minimum=2))
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the gated convolution of ``x`` f32[B*T, E]: f32[B*T, E]."""

@@ -46,16 +46,20 @@ class Mamba:
         Raises:
             ModelError: The heads do not fill the inner size, or the groups do not divide heads and channels.
         """
-        inner = keys.count("ssm.inner_size")
-        heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
-        groups = keys.count("ssm.group_count") if cls is Mamba2 else 1
+        inner = keys.read_count("ssm.inner_size")
+        heads = inner if cls is Mamba else keys.read_count("ssm.time_step_rank")
+        groups = keys.read_count("ssm.group_count") if cls is Mamba2 else 1
         if inner % heads:
-            raise keys.error("ssm.inner_size", f"is {inner}; need a multiple of time_step_rank {heads}")
+            raise keys.make_key_error("ssm.inner_size", f"is {inner}; need a multiple of time_step_rank {heads}")
         if heads % groups or inner % groups:
-            raise keys.error("ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels")
-        eps = keys.positive_or_none("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
-        bare = keys.flag("ssm.dt_b_c_rms", False)
-        taps, state = keys.count("ssm.conv_kernel", minimum=2), keys.count("ssm.state_size")
+            raise keys.make_key_error(
+                "ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels"
+            )
+        eps = keys.read_positive_or_none("attention.layer_norm_rms_epsilon") or keys.read_positive(
+            "attention.layer_norm_epsilon"
+        )
+        bare = keys.read_flag("ssm.dt_b_c_rms", False)
+        taps, state = keys.read_count("ssm.conv_kernel", minimum=2), keys.read_count("ssm.state_size")
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
@@ -64,7 +68,7 @@ class Mamba:
         Step sizes of padding are 0, so that padding does not change the state.
         """
         block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
-        z, inputs, dt, b, c = self.project_inputs(weights, frame, layer, x)
+        z, inputs, dt, b, c = self.compute_gate_and_scan_operands(weights, frame, layer, x)
         b, c = (frame.rows_to_sequences(y, self.groups, self.state) for y in (b, c))
         shut = ops.scale(frame.valid, scale=PADDING_STEP, bias=-PADDING_STEP)
         inputs = frame.rows_to_sequences(inputs, heads, channels)
@@ -72,7 +76,7 @@ class Mamba:
         rates = math.prod(weights.tensor_shape(f"{block}.ssm_a")) // heads
         a = weights.leaf_in_shape(f"{block}.ssm_a", (heads, rates))
         d = weights.leaf_in_shape(f"{block}.ssm_d", (heads, 1))
-        old = frame.sequence_state(f"ssm_state.{layer}", heads, channels, self.state)
+        old = frame.make_sequence_state(f"ssm_state.{layer}", heads, channels, self.state)
         y, new = ops.ssm_scan(inputs, steps, a, b, c, old, snapshots=frame.snapshot_count, name=f"{block}.ssm_scan")
         frame.set_state(old, new)
         y = ops.swiglu(z, frame.sequences_to_rows(ops.add(y, ops.mul(inputs, d))), name=f"{block}.ssm_gated")
@@ -82,7 +86,9 @@ class Mamba:
             )
         return linear(weights, f"{block}.ssm_out", frame.sequences_to_rows(y), x.shape[1])
 
-    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
+    def compute_gate_and_scan_operands(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value
+    ) -> tuple[Value, ...]:
         """Compute the gate and the operands of the selective scan from ``x`` f32[B*T, E].
 
         Returns:
@@ -90,9 +96,9 @@ class Mamba:
             and output matrices of the state, each f32[B*T, groups * state].
         """
         x, z = split_columns(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
-        return z, *self.convolve_and_project(weights, frame, layer, x, "dt", "b", "c")
+        return z, *self.convolve_and_project_scan_operands(weights, frame, layer, x, "dt", "b", "c")
 
-    def convolve_and_project(
+    def convolve_and_project_scan_operands(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, *order: str
     ) -> tuple[Value, ...]:
         """Convolve the input, and project it to the other operands of the scan: step sizes, input and output matrices.
@@ -128,7 +134,9 @@ class Mamba2(Mamba):
 
     __slots__ = ()
 
-    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
+    def compute_gate_and_scan_operands(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value
+    ) -> tuple[Value, ...]:
         block, shared = f"blk.{layer}", self.groups * self.state
         widths = self.inner, self.inner + 2 * shared, self.heads
         z, x, dt = split_columns(linear(weights, f"{block}.ssm_in", x, sum(widths)), *widths)
@@ -136,18 +144,20 @@ class Mamba2(Mamba):
         return z, x, ops.add(dt, weights(f"{block}.ssm_dt.bias", (self.heads,))), b, c
 
 
-class Plamo2(Mamba):
+class Plamo2Mamba(Mamba):
     """The Mamba layer of PLaMo 2: heads as in Mamba-2, and step sizes and matrices as in Mamba."""
 
     __slots__ = ()
 
-    def project_inputs(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> tuple[Value, ...]:
+    def compute_gate_and_scan_operands(
+        self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value
+    ) -> tuple[Value, ...]:
         rows, size = x.shape[0], self.inner // self.heads
         both = linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner)
         # The columns of each head: its gate, then its input.
         z, x = split_columns(ops.reshape(both, shape=(rows, self.heads, 2 * size)), size, size)
         z, x = (ops.reshape(y, shape=(rows, self.inner)) for y in (z, x))
-        return z, *self.convolve_and_project(weights, frame, layer, x, "b", "c", "dt")
+        return z, *self.convolve_and_project_scan_operands(weights, frame, layer, x, "b", "c", "dt")
 
 
 def convolve_and_silu(

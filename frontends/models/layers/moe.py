@@ -65,23 +65,26 @@ class ExpertLayer:
         Raises:
             ModelError: A value is missing or invalid.
         """
-        count, used = keys.count("expert_count"), keys.per_block_counts("expert_used_count", blocks)[layer]
+        count, used = keys.read_count("expert_count"), keys.read_per_block_counts("expert_used_count", blocks)[layer]
         if not 1 <= used <= count:
-            raise keys.error("expert_used_count", f"is {used}; need 1 to expert_count {count}")
-        groups = keys.count_or_default("expert_group_count", 1)
-        groups_used = keys.count_or_default("expert_group_used_count", 1)
+            raise keys.make_key_error("expert_used_count", f"is {used}; need 1 to expert_count {count}")
+        groups = keys.read_count_or_default("expert_group_count", 1)
+        groups_used = keys.read_count_or_default("expert_group_used_count", 1)
         if groups > 1 and (count % groups or groups_used >= groups):
-            raise keys.error(
+            raise keys.make_key_error(
                 "expert_group_count", f"is {groups}; need a divisor of {count} above the {groups_used} used"
             )
         normalised = family.normalises_routing
         if normalised is None:
-            normalised = keys.flag("expert_weights_norm", False)
+            normalised = keys.read_flag("expert_weights_norm", False)
         both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.special_routing
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
-        routed, shared = (replace(unit, limit=keys.per_block_limits(name, blocks)[layer]) for name in limits)
-        gating, scale = _read_gating(keys, family), keys.positive_or_none("expert_weights_scale") or 1.0
-        size, factor = keys.count_or_default("experts_per_group", 1), keys.positive_or_none("expert_group_scale") or 1.0
+        routed, shared = (replace(unit, limit=keys.read_per_block_limits(name, blocks)[layer]) for name in limits)
+        gating, scale = _read_gating(keys, family), keys.read_positive_or_none("expert_weights_scale") or 1.0
+        size, factor = (
+            keys.read_count_or_default("experts_per_group", 1),
+            keys.read_positive_or_none("expert_group_scale") or 1.0,
+        )
         return cls(
             count, used, gating, normalised, scale, routed, shared, norm, groups, groups_used, family, size, factor
         )
@@ -91,9 +94,9 @@ def _read_gating(keys: ArchitectureKeys, family: FamilyTraits) -> str:
     name, _, default = family.gating.partition(" ")
     if name != "key":
         return name
-    number = keys.count_or_default("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
+    number = keys.read_count_or_default("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
     if number > len(GATINGS):
-        raise keys.error("expert_gating_func", f"is {number}; need one of 1 to {len(GATINGS)}")
+        raise keys.make_key_error("expert_gating_func", f"is {number}; need one of 1 to {len(GATINGS)}")
     return GATINGS[number - 1]
 
 
@@ -110,9 +113,11 @@ def run_expert_layer(
         router: The operand of the router; by default ``x``.
     """
     scores = linear(weights, f"{block}.ffn_gate_inp", x if router is None else router, experts.count)
-    y = run_projected_experts(weights, block, x, experts, scores)
+    y = run_experts_between_projections(weights, block, x, experts, scores)
     if experts.family.special_routing == "chunks":
-        y = ops.add(y, ops.scale(run_group_experts(weights, block, y, experts, scores), scale=experts.group_scale))
+        y = ops.add(
+            y, ops.scale(run_group_shared_experts(weights, block, y, experts, scores), scale=experts.group_scale)
+        )
     if weights.has_tensor(f"{block}.ffn_down_shexp.weight"):
         y = ops.add(y, run_shared_expert(weights, block, x, experts), name=f"{block}.ffn_moe_shared")
         if experts.family.special_routing == "halved":
@@ -120,7 +125,9 @@ def run_expert_layer(
     return y
 
 
-def run_projected_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
+def run_experts_between_projections(
+    weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value
+) -> Value:
     """Return the result of `run_routed_experts`, computed between two projections if the file has them.
 
     The first projection reduces the columns of ``x`` f32[n, E]; the second one restores E columns.
@@ -153,13 +160,15 @@ def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: Exp
         rows, width = x.shape
         used = ops.reshape(shares, shape=(rows, experts.experts_per_token, 1))
         repeated = ops.repeat(ops.reshape(x, shape=(rows, 1, width)), shape=(rows, experts.experts_per_token, width))
-        y = run_chosen_experts(weights, block, ops.mul(repeated, used), ids, experts)
+        y = run_selected_experts(weights, block, ops.mul(repeated, used), ids, experts)
         return ops.reshape(ops.sum_rows(ops.transpose(y)), shape=(rows, width))
     x = ops.reshape(x, shape=(x.shape[0], 1, x.shape[1]))
-    return sum_weighted_experts(run_chosen_experts(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe")
+    return sum_weighted_expert_results(
+        run_selected_experts(weights, block, x, ids, experts), shares, name=f"{block}.ffn_moe"
+    )
 
 
-def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
+def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
     """Return the weighted sum of the small experts that each group of experts shares, f32[n, E].
 
     ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. As in llama.cpp ``grovemoe.cpp``, the
@@ -176,8 +185,8 @@ def run_group_experts(weights: ModelWeights, block: str, x: Value, experts: Expe
     shares = ops.reshape(ops.get_rows(table, ids), shape=(rows, 1, used))
     shares = ops.div(shares, ops.clamp(ops.sum_rows(shares), min=MIN_WEIGHT_SUM, max=math.inf))
     inputs = ops.reshape(x, shape=(rows, 1, x.shape[1]))
-    return sum_weighted_experts(
-        run_chosen_experts(weights, block, inputs, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk"
+    return sum_weighted_expert_results(
+        run_selected_experts(weights, block, inputs, ids, experts, "chexps", "chunk"), shares, name=f"{block}.ffn_chunk"
     )
 
 
@@ -221,10 +230,10 @@ def compute_selection_scores(
     for name in (f"{block}.exp_probs_b.bias", f"{block}.exp_probs_b.weight"):
         if (bias := weights.optional_leaf(name, (experts.count,))) is not None:
             choice = ops.add(choice, bias)
-    return mask_other_groups(choice, experts) if experts.groups > 1 else choice
+    return mask_unselected_groups(choice, experts) if experts.groups > 1 else choice
 
 
-def mask_other_groups(choice: Value, experts: ExpertLayer) -> Value:
+def mask_unselected_groups(choice: Value, experts: ExpertLayer) -> Value:
     """Set the selection scores ``choice`` f32[n, 1, count] to -inf outside the selected groups of experts.
 
     The groups with the highest sum of two scores are selected. DeepSeek-AI, DeepSeek-V3, 2024.
@@ -240,7 +249,7 @@ def mask_other_groups(choice: Value, experts: ExpertLayer) -> Value:
     return ops.reshape(masked_scores, shape=choice.shape)
 
 
-def run_chosen_experts(
+def run_selected_experts(
     weights: ModelWeights,
     block: str,
     x: Value,
@@ -276,7 +285,7 @@ def run_chosen_experts(
 
     glu, unit = f"{block}.ffn_{name}_glu", experts.activation
     if weights.has_tensor(f"{block}.ffn_gate_up_{suffix}.weight"):
-        inner = unit.apply_to_fused(product("gate_up", x, 2 * features), glu)
+        inner = unit.apply_to_fused_gate_up(product("gate_up", x, 2 * features), glu)
     elif weights.has_tensor(f"{block}.ffn_gate_{suffix}.weight"):
         inner = unit.apply_gated(product("gate", x, features), product("up", x, features), glu)
     else:
@@ -288,7 +297,7 @@ def _flatten(ids: Value) -> Value:
     return ops.reshape(ids, shape=(ids.spec.size,))
 
 
-def sum_weighted_experts(expert_results: Value, shares: Value, *, name: str) -> Value:
+def sum_weighted_expert_results(expert_results: Value, shares: Value, *, name: str) -> Value:
     """Return the sum f32[n, E] of expert results f32[n, used, E], weighted by ``shares`` f32[n, 1, used].
 
     The sum is a matmul with the weights, so that no weighted [n, used, E] is stored. The matmul is linear in the

@@ -53,35 +53,35 @@ class NgramEmbedding:
         Raises:
             ModelError: A value is missing or invalid.
         """
-        where = keys.integers("ple.layers")
+        where = keys.read_integers("ple.layers")
         if not where:
             return None
         if len(where) > 1 or where[0] >= layers:
-            raise keys.error("ple.layers", f"is {list(where)}; need one layer below {layers}")
-        longest, each = keys.count("ple.ngram_size", minimum=2), keys.count("ple.heads_per_ngram")
+            raise keys.make_key_error("ple.layers", f"is {list(where)}; need one layer below {layers}")
+        longest, each = keys.read_count("ple.ngram_size", minimum=2), keys.read_count("ple.heads_per_ngram")
         if longest > NGRAM_TOKEN_LIMIT:
-            raise keys.error("ple.ngram_size", f"is {longest}; need at most {NGRAM_TOKEN_LIMIT}")
+            raise keys.make_key_error("ple.ngram_size", f"is {longest}; need at most {NGRAM_TOKEN_LIMIT}")
         lists = {
             "ple.layer_multipliers": longest,
             "ple.head_offsets": (longest - 1) * each,
             "ple.head_vocab_sizes": (longest - 1) * each,
         }
-        multipliers, starts, sizes = (keys.integers(name, count) for name, count in lists.items())
+        multipliers, starts, sizes = (keys.read_integers(name, count) for name, count in lists.items())
         if min(sizes) < 1 or max(start + size for start, size in zip(starts, sizes, strict=True)) > MAX_I32:
-            raise keys.error(
+            raise keys.make_key_error(
                 "ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MAX_I32}"
             )
-        taps, width = keys.count("ple.conv_kernel", minimum=2), keys.count("embedding_length_per_layer_input")
-        end = keys.count("ple.eos_token_id", minimum=0)
+        taps, width = keys.read_count("ple.conv_kernel", minimum=2), keys.read_count("embedding_length_per_layer_input")
+        end = keys.read_count("ple.eos_token_id", minimum=0)
         return cls(where[0], longest, each, taps, width, end, multipliers, starts, sizes)
 
     @property
-    def convolution_history_tokens(self) -> int:
+    def convolution_history_token_count(self) -> int:
         """Number of earlier tokens that the convolution reads."""
         return (self.taps - 1) * self.max_ngram_tokens
 
     @property
-    def hash_history_tokens(self) -> int:
+    def hash_history_token_count(self) -> int:
         """Number of earlier tokens that the hashes of a token read."""
         return self.max_ngram_tokens - 1
 
@@ -93,7 +93,7 @@ class NgramEmbedding:
         """
         rows = np.zeros((step.sequences, step.tokens, len(self.sizes)), np.int32)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
-            need = min(length, self.hash_history_tokens)
+            need = min(length, self.hash_history_token_count)
             before = list(batch.history_tokens[i])[-need:] if need and i < len(batch.history_tokens) else []
             if new and len(before) < need:
                 raise ModelError(
@@ -101,10 +101,10 @@ class NgramEmbedding:
                     "give them as `history_tokens`"
                 )
             for t in range(len(new)):
-                rows[i, t] = self.compute_hash_rows([*before, *new[: t + 1]][-self.max_ngram_tokens :])
+                rows[i, t] = self.hash_ngrams_to_table_rows([*before, *new[: t + 1]][-self.max_ngram_tokens :])
         return {"ngram_rows": rows.reshape(-1)}
 
-    def compute_hash_rows(self, tokens: list[int]) -> list[int]:
+    def hash_ngrams_to_table_rows(self, tokens: list[int]) -> list[int]:
         """Hash the n-grams that end with the last one of ``tokens``, and return their table rows."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):
@@ -127,7 +127,7 @@ class NgramEmbedding:
         block, (rows, streams, width) = f"blk.{self.layer}", x.shape
         entries = weights.tensor_shape("per_layer_token_embd.weight")[0]  # may exceed the range of the hashes
         table = weights("per_layer_token_embd.weight", (entries, self.width))
-        ids = frame.integer_input("ngram_rows", rows * len(self.sizes))
+        ids = frame.make_shared_integer_input("ngram_rows", rows * len(self.sizes))
         short = ops.reshape(ops.get_rows(table, ids, name="ngrams"), shape=(rows, len(self.sizes) * self.width))
         key = ops.reshape(matmul(weights, f"{block}.ple_key", short, streams * width), shape=x.shape)
         key, query = norm(weights, f"{block}.ple_norm_key", key), norm(weights, f"{block}.ple_norm_query", x)
@@ -137,17 +137,19 @@ class NgramEmbedding:
         value = ops.reshape(matmul(weights, f"{block}.ple_value", short, width), shape=(rows, 1, width))
         value = ops.mul(ops.repeat(value, shape=x.shape), gate, name=f"{block}.ngrams_gated")
         return ops.add(
-            x, ops.add(value, self.convolve_channels(weights, frame, norm, value)), name=f"{block}.ngrams_residual"
+            x,
+            ops.add(value, self.convolve_channels_dilated(weights, frame, norm, value)),
+            name=f"{block}.ngrams_residual",
         )
 
-    def convolve_channels(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
+    def convolve_channels_dilated(self, weights: ModelWeights, frame: StepGraphBuilder, norm: Norm, x: Value) -> Value:
         """Apply a dilated convolution to each channel of ``x`` f32[B*T, streams, E], then SiLU.
 
         The taps are ``max_ngram_tokens`` tokens apart.
         """
         block, columns = f"blk.{self.layer}", x.shape[1] * x.shape[2]
         new = frame.rows_to_sequences(norm(weights, f"{block}.ple_norm_conv", x), columns)
-        known = frame.prepend_previous_rows(f"ngram_state.{self.layer}", new, self.convolution_history_tokens)
+        known = frame.prepend_previous_rows(f"ngram_state.{self.layer}", new, self.convolution_history_token_count)
         kernel = weights(f"{block}.ple_conv1d.weight", (columns, self.taps))
         # Zeros between the taps make one dense kernel.
         taps = ops.reshape(kernel, shape=(columns, self.taps, 1))

@@ -54,22 +54,24 @@ class Rope:
         Raises:
             ModelError: A value is invalid.
         """
-        n_dims = keys.count_or_default(dimensions, head_size)
+        n_dims = keys.read_count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
-            raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
-        base = cls.read_base(keys, "rope.freq_base")
-        scaling = keys.choice("rope.scaling.type", "linear", SCALING_KINDS)
-        factor = keys.positive_or_none("rope.scaling.factor") or keys.positive_or_none("rope.scale_linear") or 1.0
+            raise keys.make_key_error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
+        base = cls.read_frequency_base(keys, "rope.freq_base")
+        scaling = keys.read_choice("rope.scaling.type", "linear", SCALING_KINDS)
+        factor = (
+            keys.read_positive_or_none("rope.scaling.factor") or keys.read_positive_or_none("rope.scale_linear") or 1.0
+        )
         factor = 1.0 if scaling == "none" else factor
-        attn_factor = keys.positive_or_none("rope.scaling.attn_factor") or 1.0
-        ext_factor = keys.number("rope.scaling.yarn_ext_factor", -1.0)
+        attn_factor = keys.read_positive_or_none("rope.scaling.attn_factor") or 1.0
+        ext_factor = keys.read_number("rope.scaling.yarn_ext_factor", -1.0)
         if ext_factor < 0.0:  # unset
             ext_factor = 1.0 if scaling == "yarn" else 0.0
         if not ext_factor:
-            attn_factor *= keys.positive_or_none("rope.scaling.yarn_attn_factor") or 1.0
+            attn_factor *= keys.read_positive_or_none("rope.scaling.yarn_attn_factor") or 1.0
             return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
         if factor < 1.0:
-            raise keys.error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
+            raise keys.make_key_error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
         return cls(
             n_dims,
             mode,
@@ -77,23 +79,23 @@ class Rope:
             1.0 / factor,
             ext_factor=ext_factor,
             attn_factor=attn_factor * _compute_attn_factor_correction(keys, factor, multiplier),
-            beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
-            original_context=read_original_context(keys),
+            beta_fast=keys.read_positive("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.read_positive("rope.scaling.yarn_beta_slow", 1.0),
+            original_context=read_original_context_length(keys),
         )
 
-    def with_half_columns(self, keys: ArchitectureKeys) -> Rope:
+    def with_half_rotated_columns(self, keys: ArchitectureKeys) -> Rope:
         """Return the same RoPE with half as many rotated columns; raise `ModelError` if this number is odd."""
         if self.n_dims % 4:
-            raise keys.error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
+            raise keys.make_key_error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def read_base(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
+    def read_frequency_base(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
         """Read the frequency base from the key ``name``; raise `ModelError` unless it is above 1."""
-        base = keys.positive(name, default)
+        base = keys.read_positive(name, default)
         if base <= 1.0:
-            raise keys.error(name, f"is {base}; need a number above 1")
+            raise keys.make_key_error(name, f"is {base}; need a number above 1")
         return base
 
     def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
@@ -132,7 +134,7 @@ def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit:
 
     The correction is 1 without the key ``rope.scaling.yarn_log_multiplier``.
     """
-    multiplier = keys.positive_or_none("rope.scaling.yarn_log_multiplier")
+    multiplier = keys.read_positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:
         return 1.0
     multiplier *= unit
@@ -142,9 +144,9 @@ def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit:
     return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
 
 
-def read_original_context(keys: ArchitectureKeys) -> int:
+def read_original_context_length(keys: ArchitectureKeys) -> int:
     """Read the original context length in tokens: the trained length before the context was extended."""
-    return keys.count_or_default("rope.scaling.original_context_length", keys.count("context_length"))
+    return keys.read_count_or_default("rope.scaling.original_context_length", keys.read_count("context_length"))
 
 
 def choose_rope_mode(keys: ArchitectureKeys, rope: str) -> str:

@@ -32,7 +32,7 @@ FIRST_LAYER_VALUES = "first values"
 
 
 @dataclass(frozen=True, slots=True)
-class Rwkv:
+class RwkvTimeMix:
     """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
 
     heads: int
@@ -47,15 +47,15 @@ class Rwkv:
         Raises:
             ModelError: The heads do not fill the model width.
         """
-        size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
+        size, width = keys.read_count("wkv.head_size"), keys.read_count("embedding_length")
         if width % size:
-            raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
+            raise keys.make_key_error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
         return cls(width // size, size)
 
     def run_recurrence(
         self, frame: StepGraphBuilder, layer: int, rule: Callable[..., tuple[Value, Value]], *operands: Value
     ) -> Value:
-        old = frame.sequence_state(f"wkv_state.{layer}", self.heads, self.size, self.size)
+        old = frame.make_sequence_state(f"wkv_state.{layer}", self.heads, self.size, self.size)
         return frame.run_recurrence(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
     def split_heads(self, frame: StepGraphBuilder, x: Value) -> Value:
@@ -71,7 +71,7 @@ class Rwkv:
         return ops.add(y, weights(f"{name}.bias", width))
 
 
-class Rwkv6(Rwkv):
+class Rwkv6TimeMix(RwkvTimeMix):
     """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a decaying matrix state per head.
 
     Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
@@ -82,15 +82,15 @@ class Rwkv6(Rwkv):
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
-        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_valid
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_validity_mask
         back = compute_token_shift(frame, f"shift_state.{layer}", x)
-        w, k, v, r, g = self.compute_dependent_mixes(weights, name, x, back)
+        w, k, v, r, g = self.compute_data_dependent_token_mixes(weights, name, x, back)
         w = ops.add(
             project_low_rank(weights, f"{name}_decay_w", w, width, ops.tanh), weights(f"{name}_decay.weight", (width,))
         )
         decay = ops.exp(ops.neg(ops.mul(self.split_heads(frame, ops.exp(w)), valid)), name=f"blk.{layer}.decay")
         k, v = (
-            self.project_grouped_heads(weights, frame, f"{name}_{kind}", y) for kind, y in (("key", k), ("value", v))
+            self.project_and_repeat_heads(weights, frame, f"{name}_{kind}", y) for kind, y in (("key", k), ("value", v))
         )
         r = self.split_heads(frame, linear(weights, f"{name}_receptance", r, width))
         gate = matmul(weights, f"{name}_gate", g, width)
@@ -107,7 +107,9 @@ class Rwkv6(Rwkv):
         y = ops.mul(self.norm_heads(weights, frame, f"{name}_ln", y), ops.silu(gate))
         return matmul(weights, f"{name}_output", y, width)
 
-    def compute_dependent_mixes(self, weights: ModelWeights, name: str, x: Value, token_shift: Value) -> list[Value]:
+    def compute_data_dependent_token_mixes(
+        self, weights: ModelWeights, name: str, x: Value, token_shift: Value
+    ) -> list[Value]:
         """Mix each token with the previous one in five ways, with shares that depend on both tokens.
 
         The mixes are for decay, key, value, receptance and gate.
@@ -123,9 +125,9 @@ class Rwkv6(Rwkv):
         rank = weights.tensor_shape(f"{name}_w1.weight")[0] // 5
         short = ops.reshape(ops.tanh(matmul(weights, f"{name}_w1", mixed, 5 * rank)), shape=(rows, 5, rank))
         own = ops.mul_mat(weights(f"{name}_w2.weight", (5, width, rank)), ops.permute(short, axes=(1, 0, 2)))
-        return mix_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, token_shift, own)
+        return mix_with_previous_tokens(weights, f"{name}_lerp", "wkvrg", x, token_shift, own)
 
-    def project_grouped_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
+    def project_and_repeat_heads(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
         """Project ``x`` to keys or values f32[B, T, heads, size], and repeat the heads that a group of heads shares."""
         count, (sequences, tokens) = weights.tensor_shape(f"{name}.weight")[0] // self.size, frame.pos.shape
         y = linear(weights, name, x, count * self.size)
@@ -135,7 +137,7 @@ class Rwkv6(Rwkv):
         return ops.reshape(y, shape=(sequences, tokens, self.heads, self.size))
 
 
-class Rwkv7(Rwkv):
+class Rwkv7TimeMix(RwkvTimeMix):
     """The time mix (recurrent token mixer) of RWKV 7: a token shift, then a generalised delta rule per head.
 
     Values are mixed with the values of the first layer. The old value of a key is removed from the state before the
@@ -146,16 +148,16 @@ class Rwkv7(Rwkv):
 
     def __call__(self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value) -> Value:
         """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
-        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_valid
+        name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.token_validity_mask
         back = compute_token_shift(frame, f"shift_state.{layer}", x)
         gates = weights.has_tensor(f"{name}_g1.weight")
-        r, w, k, v, a, *g = mix_previous_tokens(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
+        r, w, k, v, a, *g = mix_with_previous_tokens(weights, f"{name}_lerp", "rwkvag" if gates else "rwkva", x, back)
         fading = ops.sigmoid(project_low_rank(weights, f"{name}_w", w, width, ops.tanh))
         decay = ops.exp(
             ops.mul(ops.scale(self.split_heads(frame, fading), scale=MIN_LOG_DECAY), valid), name=f"blk.{layer}.decay"
         )
         r, k = (matmul(weights, f"{name}_{kind}", y, width) for kind, y in (("receptance", r), ("key", k)))
-        v = self.compute_values(weights, frame, name, v)
+        v = self.compute_values_mixed_with_first_layer(weights, frame, name, v)
         rate = ops.sigmoid(project_low_rank(weights, f"{name}_a", a, width))
         taken = ops.l2_norm(self.split_heads(frame, ops.mul(k, weights(f"{name}_k_k.weight", (width,)))), eps=1e-12)
         slower = ops.mul(k, weights(f"{name}_k_a.weight", (width,)))
@@ -169,7 +171,9 @@ class Rwkv7(Rwkv):
         y = ops.mul(y, project_low_rank(weights, f"{name}_g", g[0], width, ops.sigmoid)) if gates else y
         return matmul(weights, f"{name}_output", y, width)
 
-    def compute_values(self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value) -> Value:
+    def compute_values_mixed_with_first_layer(
+        self, weights: ModelWeights, frame: StepGraphBuilder, name: str, x: Value
+    ) -> Value:
         """Compute the values f32[B*T, E], mixed with the values of the first layer by a gate.
 
         The values of the first layer itself are stored for the other layers.
@@ -182,7 +186,7 @@ class Rwkv7(Rwkv):
         )
 
 
-class TokenShiftDecoder(Decoder):
+class RwkvDecoder(Decoder):
     """The decoder of RWKV, in which the FFN of a block also reads the previous token.
 
     The residual is halved after each `span` blocks.
@@ -195,7 +199,7 @@ class TokenShiftDecoder(Decoder):
         h = self.apply_block_norm(i, self.family.ffn_norm, x)
         back = compute_token_shift(frame, f"shift_state_ffn.{i}", h)
         if self.is_last_block(i):
-            x, h, back = map(frame.select_needed_rows, (x, h, back))
+            x, h, back = map(frame.select_output_rows_unless_mtp, (x, h, back))
         x = ops.add(x, self.run_channel_mix(f"{block}.channel_mix", h, back), name=f"{block}.ffn_residual")
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
@@ -206,7 +210,7 @@ class TokenShiftDecoder(Decoder):
         """
         weights, width = self.weights, x.shape[1]
         gates = weights.has_tensor(f"{name}_receptance.weight")
-        k, *r = mix_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
+        k, *r = mix_with_previous_tokens(weights, f"{name}_lerp", "kr" if gates else "k", x, token_shift)
         inner = ops.sqr(ops.relu(matmul(weights, f"{name}_key", k, weights.tensor_shape(f"{name}_key.weight")[0])))
         y = matmul(weights, f"{name}_value", inner, width)
         return ops.mul(y, ops.sigmoid(matmul(weights, f"{name}_receptance", r[0], width))) if gates else y
@@ -221,7 +225,7 @@ def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
     return ops.sub(frame.sequences_to_rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
 
 
-def mix_previous_tokens(
+def mix_with_previous_tokens(
     weights: ModelWeights,
     name: str,
     kinds: str,

@@ -59,11 +59,13 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
     sections = _split_at_single_crossing_values(nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
-    for start, length, times in find_repetitions([_build_section_key(graph, section, lasting) for section in sections]):
+    for start, length, times in find_repetitions(
+        [_make_section_equality_key(graph, section, lasting) for section in sections]
+    ):
         last = start + length * (times - 1)
         groups += [sections[start + i : last : length] for i in range(length) if times > 1]
         groups += [[section] for section in sections[last : last + length]]
-    return None if len(groups) == len(sections) else _join_sections(graph, groups)
+    return None if len(groups) == len(sections) else _join_first_section_of_each_group(graph, groups)
 
 
 def _split_at_single_crossing_values(
@@ -98,7 +100,7 @@ def _split_at_single_crossing_values(
     return sections
 
 
-def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
+def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
     """Make a key that equal sections share; names of nodes and of leaves of one section do not count."""
     number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
@@ -120,7 +122,9 @@ def _build_section_key(graph: Graph, section: _LayerSection, lasting: frozenset[
     return (tuple(lines), lasting_values, leaves, before, ref(section.outgoing_value))
 
 
-def _join_sections(graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]) -> CollapsedGraph | None:
+def _join_first_section_of_each_group(
+    graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]
+) -> CollapsedGraph | None:
     """Join the first section of each group to a graph; return None if crossing values have different specs."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()

@@ -28,7 +28,7 @@ from ..factors import Factors
 from ..propagation import ShardingAssignment
 from ..shard_ranges import ShardRanges, factor_ranges_from_layout
 from .collapse_layers import CollapsedGraph, collapse_repeated_layers
-from .incremental_propagation import IncrementalPropagator
+from .incremental_propagation import IncrementalLayoutPropagator
 
 NO_MULTIPLICITY: Mapping[Node, int] = MappingProxyType({})
 """Every node stands for itself only."""
@@ -85,7 +85,7 @@ class FactorSearch:
             small, search = self._collapsed_search
             choice = search.choose_factors(device_count, hardware, eager)
             if (
-                chosen := _expand_to_full_graph(self.graph, self.factors, small, search.factors, choice.factors)
+                chosen := _map_factors_to_full_graph(self.graph, self.factors, small, search.factors, choice.factors)
             ) is not None:
                 return replace(choice, factors=chosen)
         return self._full_graph_search.choose_factors(device_count, hardware, eager)
@@ -97,7 +97,7 @@ class _GraphSearch:
     def __init__(self, graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int]) -> None:
         self.graph, self.factors, self.node_multiplicity = graph, factors, node_multiplicity
         self.factor_groups = group_factors(graph, factors, node_multiplicity)
-        self._propagator = IncrementalPropagator(graph, factors)
+        self._propagator = IncrementalLayoutPropagator(graph, factors)
         self._assignments: dict[frozenset[Factor], ShardingAssignment | None] = {
             frozenset(): self._propagator.unsharded_assignment
         }
@@ -123,12 +123,12 @@ class _GraphSearch:
         costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
-        best = self._grow_greedily(costs, uncut, eager, notes)
+        best = self._add_groups_greedily(costs, uncut, eager, notes)
         if not eager and best is not uncut:
             max_seconds = min(
                 best.estimate.total * (1 + EQUAL_TIME_TOLERANCE), uncut.estimate.total * (1 - EQUAL_TIME_TOLERANCE)
             )
-            best = self._reduce_stored_bytes(costs, best, max_seconds, notes)
+            best = self._add_groups_that_reduce_stored_bytes(costs, best, max_seconds, notes)
         return FactorChoice(
             best.factors,
             tuple(notes),
@@ -138,7 +138,7 @@ class _GraphSearch:
             best.estimate.collectives,
         )
 
-    def _score_extensions(
+    def _score_added_groups(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
         """Score `current` with each of these groups added, by group name; groups that cannot be added are left out."""
@@ -152,12 +152,12 @@ class _GraphSearch:
             if assignment is not None
         }
 
-    def _grow_greedily(
+    def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
         """Add groups of factors to `unsharded` greedily, one after another while that pays; note each in `notes`."""
         current = unsharded
-        while tried := self._score_extensions(costs, self.factor_groups, current):
+        while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
                 name: _compute_saving_ratio(current.estimate, score.estimate, eager) for name, score in tried.items()
             }
@@ -188,13 +188,13 @@ class _GraphSearch:
             current = tried[name]
         return current
 
-    def _reduce_stored_bytes(
+    def _add_groups_that_reduce_stored_bytes(
         self, costs: AssignmentCost, current: _ScoredFactors, max_seconds: float, notes: list[str]
     ) -> _ScoredFactors:
         """Add each group that reduces the stored bytes, as long as a run takes at most `max_seconds`."""
         left: Iterable[str] = self.factor_groups
         while True:
-            tried = self._score_extensions(costs, left, current)
+            tried = self._score_added_groups(costs, left, current)
             left = [
                 n
                 for n, score in tried.items()
@@ -210,7 +210,7 @@ class _GraphSearch:
             current = tried[name]
 
 
-def _expand_to_full_graph(
+def _map_factors_to_full_graph(
     graph: Graph,
     factors: Factors,
     collapsed: CollapsedGraph,
@@ -224,7 +224,7 @@ def _expand_to_full_graph(
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: n.results[0] for n in collapsed.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
-    for name, axis, at, i in list_factor_positions(collapsed.graph, collapsed_factors, chosen_factors, {}):
+    for name, axis, at, i in list_one_position_per_factor(collapsed.graph, collapsed_factors, chosen_factors, {}):
         expected_sizes = [[f.size for f in segment] for segment in collapsed_factors.axes_of(ours[name])[axis]]
         for copy_name in collapsed.leaf_copies.get(name, (name,)):
             parts = factors.axes_of(leaves[copy_name])[axis]
@@ -318,12 +318,12 @@ def group_factors(
             grouped[(factor.size, frozenset(uses[factor]))].append(factor)
     classes: dict[str, list[Factor]] = {}
     for members in grouped.values():
-        name = _describe_group(factors, members[0], first[members[0]], sum(counts[f] for f in members))
+        name = _describe_factor_group(factors, members[0], first[members[0]], sum(counts[f] for f in members))
         classes[name if name not in classes else f"{name}, part {len(classes)}"] = members
     return classes
 
 
-def _describe_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
+def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
     """Describe a group of factors by a readable name.
 
     Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
@@ -356,7 +356,7 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
     return None
 
 
-def list_factor_positions(
+def list_one_position_per_factor(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
     """List one position (leaf, axis, segment, place in the segment) per chosen factor, as the factor's identity.
@@ -396,7 +396,7 @@ def _iterate_factor_positions(
 def factors_from_positions(
     graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
-    """Find the factors of a graph at positions that `list_factor_positions` returned for another graph.
+    """Find the factors of a graph at positions that `list_one_position_per_factor` returned for another graph.
 
     Args:
         graph: A graph over leaves of the other graph.
@@ -432,7 +432,7 @@ def assign_shard_ranges(
     """
     shares = ShardRanges(proportions)
     leaves = {n.name: factors.axes_of(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
-    for name, axis, at, place in sorted(factor_positions, key=_natural_sort_key):
+    for name, axis, at, place in sorted(factor_positions, key=_make_natural_sort_key):
         segments, layout = leaves[name][axis], earlier_layouts.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:
             shares.assign_ranges(
@@ -443,7 +443,7 @@ def assign_shard_ranges(
     return shares
 
 
-def _natural_sort_key(position: tuple[str, int, int, int]) -> tuple[object, ...]:
+def _make_natural_sort_key(position: tuple[str, int, int, int]) -> tuple[object, ...]:
     """Make a sort key that orders numbers in leaf names by value: layer 9 comes before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in position[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *position[1:])

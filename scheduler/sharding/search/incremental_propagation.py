@@ -28,7 +28,7 @@ from ..propagation import (
 )
 
 
-class IncrementalPropagator:
+class IncrementalLayoutPropagator:
     """Propagates layouts for many sets of sharded factors of one graph, each from the assignment of a similar set."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
@@ -77,7 +77,7 @@ class _IncrementalPropagation(LayoutPropagation):
 
     def __init__(
         self,
-        propagator: IncrementalPropagator,
+        propagator: IncrementalLayoutPropagator,
         chosen_factors: frozenset[Factor],
         replicated_weights: frozenset[Value],
         base_assignment: ShardingAssignment,
@@ -156,7 +156,7 @@ class _IncrementalPropagation(LayoutPropagation):
         out.recomputed_nodes = tuple(fresh)
         return out
 
-    def _exists_in_layout(self, value: Value, layout: FactorLayout) -> bool:
+    def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
         """Return whether a conversion before the current node converts `value` to this layout."""
         return any(
             c.target_layout == layout

@@ -29,16 +29,16 @@ class CollectiveCall:
     node: str
 
     @property
-    def agreement_key(self) -> tuple[object, ...]:
+    def participant_agreement_key(self) -> tuple[object, ...]:
         """The properties on which all participants must agree: all except the rank and the shard sizes."""
         terms = tuple((k, v) for k, v in sorted(self.attributes.items()) if k != "rank")
-        return self.op, terms, make_transfer_key(self.specs) if self.op == "all_reduce" else ()
+        return self.op, terms, make_shape_and_dtype_key(self.specs) if self.op == "all_reduce" else ()
 
     def __str__(self) -> str:
         return f"{self.op} {self.sequence} (%{quote_node_name(self.node)}) of device {self.device}"
 
 
-def make_transfer_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
+def make_shape_and_dtype_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
     """Return the shapes and dtypes of a transfer as a key that must be equal on all participants.
 
     All float dtypes count as equal.
@@ -90,7 +90,7 @@ def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> I
         if missing:
             yield f"{first}: device {missing[0]} does not call it"
         for place, other in enumerate(members.values()):
-            if other.agreement_key != first.agreement_key:
+            if other.participant_agreement_key != first.participant_agreement_key:
                 yield f"{first} does not match {other}"
             if "rank" in other.attributes and other.attributes["rank"] != place:
                 yield f"{other}: its rank is {other.attributes['rank']!r}, need {place}"
@@ -108,7 +108,7 @@ def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) ->
     for key, a in sent.items():
         if key not in received:
             yield f"{a}: device {key[1]!r} does not receive it"
-        elif make_transfer_key(received[key].specs) != make_transfer_key(a.specs[-1:]):
+        elif make_shape_and_dtype_key(received[key].specs) != make_shape_and_dtype_key(a.specs[-1:]):
             yield f"{a} sends {a.specs[-1]}, but {received[key]} receives {received[key].specs[-1]}"
     for message_key, a in received.items():
         if message_key not in sent:

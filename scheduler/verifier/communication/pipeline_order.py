@@ -183,7 +183,8 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
             if strange := [
                 other
                 for other in others
-                if (other.run, _make_collective_key(other)) != (mine.run, _make_collective_key(mine))
+                if (other.run, _make_participant_agreement_key(other))
+                != (mine.run, _make_participant_agreement_key(mine))
             ]:
                 yield f"{strange[0]} does not match {mine}"
                 return
@@ -195,7 +196,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
         yield f"devices wait for each other: {'; '.join(waiting)}"
 
 
-def _make_collective_key(pending: PendingCollective) -> tuple[object, int]:
+def _make_participant_agreement_key(pending: PendingCollective) -> tuple[object, int]:
     """Return the key (op, sequence number) on which all participants of a collective must agree.
 
     `send` and `receive` count as the same op.

@@ -191,7 +191,7 @@ def find_stored_dtype(backend: Backend, value: Value) -> DType:
     return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
-def check_scratch(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
+def check_scratch_tensor(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
     """Check the scratch tensor of an instruction: return why it is not an aligned byte row in the arena, or None.
 
     Args:

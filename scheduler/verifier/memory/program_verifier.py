@@ -20,7 +20,7 @@ from ....ops.elementwise.binary import cont
 from .buffer_contents import (
     BufferContents,
     ViewTable,
-    check_scratch,
+    check_scratch_tensor,
     compute_byte_extent,
     find_stored_dtype,
     format_content,
@@ -189,7 +189,7 @@ class _ProgramCheck:
             yield f"{len(instruction.src)} operands and {len(instruction.dst)} results"
             return
         complaints = list(self._find_operand_faults(node, instruction))
-        if why := check_scratch(self.contents, instruction.scratch, self.backend.scratch(node)):
+        if why := check_scratch_tensor(self.contents, instruction.scratch, self.backend.scratch(node)):
             complaints.append(why)
         complaints += [
             f"result: {why}"

@@ -28,7 +28,7 @@ from ....ops.elementwise.binary import cont
 from ....ops.movement.rows import get_rows, set_rows
 from .buffer_contents import (
     BufferContents,
-    check_scratch,
+    check_scratch_tensor,
     compute_byte_extent,
     find_stored_dtype,
     format_content,
@@ -197,7 +197,7 @@ class UndoCheck:
             or not _is_saved_losslessly(state, saved_tensor)
         ):
             yield f"{saved_tensor} cannot hold the saved entries of {state}"
-        if index and (len(state.shape) < 2 or not _is_row_index(_require_tensor(index[0]), state)):
+        if index and (len(state.shape) < 2 or not _can_index_rows(_require_tensor(index[0]), state)):
             yield f"{index[0]} does not number rows of {state}"
         reads = [compute_byte_extent(_require_tensor(t)) for t in save.src]
         if save.scratch is not None and has_common_bytes(
@@ -219,7 +219,7 @@ class UndoCheck:
         if (save.node, restore.node) != (f"{name}.save", f"{name}.undo"):
             yield f"it saves %{quote_node_name(name)}, which is restored by %{quote_node_name(restore.node)}"
         for node, step in zip(nodes, (save, restore), strict=True):
-            if why := check_scratch(self.contents, step.scratch, self.backend.scratch(node)):
+            if why := check_scratch_tensor(self.contents, step.scratch, self.backend.scratch(node)):
                 yield f"{step.op}: {why}"
             for position, tensor in enumerate(map(_require_tensor, step.src)):
                 if not is_dense(tensor) and not self.backend.reads_strided(node, position):
@@ -258,11 +258,11 @@ class UndoCheck:
             subject: The instruction, as the subject of messages.
         """
         for value in self.contents.overwritten_values:
-            if value in self.last_save_by_value and not self._is_state_restored_before_use(value):
+            if value in self.last_save_by_value and not self._is_restored_before_use_as_row_index(value):
                 yield f"{subject}: overwrites {format_content(value)}, which is needed to undo the run"
         self.contents.overwritten_values.clear()
 
-    def _is_state_restored_before_use(self, value: object) -> bool:
+    def _is_restored_before_use_as_row_index(self, value: object) -> bool:
         """Return whether the undo restores the state `value` before it uses the state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
@@ -293,7 +293,7 @@ class UndoCheck:
                 yield f"%{quote_node_name(back.node)} has its scratch in bytes that the undo needs"
 
 
-def _is_row_index(index: Tensor, table: Tensor) -> bool:
+def _can_index_rows(index: Tensor, table: Tensor) -> bool:
     """Return whether `index` has integers and the leading axes of `table`, so that it can number the table's rows."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
@@ -335,12 +335,12 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
     axis = changed[1] % len(into.shape)
     if saved.state.shape[:-1] != into.shape[: axis + 1]:
         return False
-    mine, theirs = (_list_row_number_addresses(t, into.shape[:axis]) for t in (saved.row_index, index))
+    mine, theirs = (_list_row_index_byte_offsets(t, into.shape[:axis]) for t in (saved.row_index, index))
     same = saved.row_index.buffer == index.buffer and saved.row_index.dtype is index.dtype
     return same and mine is not None and theirs is not None and np.array_equal(mine, theirs)
 
 
-def _list_row_number_addresses(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
+def _list_row_index_byte_offsets(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
     """List the byte offsets of the row numbers in a row index, sorted within each index of the leading axes.
 
     Two tensors with equal offsets read the same row numbers. The result is None for other shapes.

@@ -17,9 +17,9 @@ from ....graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
 from ..values.device_values import ValueTrace
 from ..values.facts import Fact
 from ..values.index_sets import make_full_index
-from ..values.partial_sums import check_sum_is_complete, make_contraction_sum
+from ..values.partial_sums import check_sum_is_complete, make_contraction_partial_sum
 from ..values.value_numbering import ValueNumbering
-from .repeatable_runs import CarriedKey, DeviceRepetitions
+from .repeatable_runs import CarriedKey, RepetitionsOfDeviceGraph
 
 UNREACHABLE_INDEX = 1 << 62
 """A start above all axis sizes, so that terms of a contraction never equal terms of a carried partial sum."""
@@ -46,7 +46,7 @@ class CarriedValueTrace(ValueTrace):
     ) -> None:
         super().__init__(numbering, graphs, leaf_facts)
         self.short_repetitions = shortened.short_repetitions
-        known = {graph: DeviceRepetitions(graph, shortened) for graph in set(graphs)}
+        known = {graph: RepetitionsOfDeviceGraph(graph, shortened) for graph in set(graphs)}
         self.device_repetitions = [known[graph] for graph in graphs]
         self.carried_partial_sums: dict[tuple[int, CarriedKey, int], dict[int, list[Fact]]] = defaultdict(dict)
         self.carried_sum_numbers: dict[
@@ -65,7 +65,7 @@ class CarriedValueTrace(ValueTrace):
             yield why
         if sound:
             yield from self._find_incomplete_carried_sums()
-            yield from self._find_unequal_carries()
+            yield from self._find_unequal_carried_values()
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
         """Record the facts of one node; replace a carried partial sum by one opaque term per device for the readers."""
@@ -80,7 +80,7 @@ class CarriedValueTrace(ValueTrace):
                 place, ending = name
                 value = place, CHUNK_SUFFIX.sub("", ending), index
                 size = UNREACHABLE_INDEX + self.carried_sum_numbers.setdefault(value, len(self.carried_sum_numbers))
-                term = make_contraction_sum((((device, 1),), make_full_index(size)), (len(self.graphs), size))
+                term = make_contraction_partial_sum((((device, 1),), make_full_index(size)), (len(self.graphs), size))
                 facts = self._intern_facts(
                     [h if h.partial_sum is None else replace(h, partial_sum=term) for h in facts]
                 )
@@ -112,7 +112,7 @@ class CarriedValueTrace(ValueTrace):
             return "the devices have different entries"
         return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
-    def _find_unequal_carries(self) -> Iterator[str]:
+    def _find_unequal_carried_values(self) -> Iterator[str]:
         """Yield values that repeated layers carry unequally: with another graph value, entries or partial sum."""
         for device, runs in enumerate(self.device_repetitions):
             known: dict[CarriedKey, object] = {}
@@ -120,7 +120,10 @@ class CarriedValueTrace(ValueTrace):
                 run = runs.kind_by_node[node]
                 results = self.facts_by_node[device][node]
                 carried_facts = [
-                    {(*self._find_position_in_repetition(h.value_number, run), h.axes, h.partial_sum) for h in some}
+                    {
+                        (*self._find_position_relative_to_repetition(h.value_number, run), h.axes, h.partial_sum)
+                        for h in some
+                    }
                     for some in results
                 ]
                 if known.setdefault(name, carried_facts) != carried_facts:
@@ -129,7 +132,7 @@ class CarriedValueTrace(ValueTrace):
                         "repetitions carry"
                     )
 
-    def _find_position_in_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
+    def _find_position_relative_to_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
         """Return the position at which a graph value is computed, relative to a repetition.
 
         Returns:

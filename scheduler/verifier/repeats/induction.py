@@ -10,8 +10,8 @@ is an induction over the repetitions. Before each repetition:
 
 So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
 
-- `find_repeated_graph_faults`: the deep graph is the short graph with more repetitions.
-- `find_repetition_faults`: accesses of each device's repetitions (`runs`), and equal collectives.
+- `find_shortened_graph_faults`: the deep graph is the short graph with more repetitions.
+- `find_repetition_order_faults`: accesses of each device's repetitions (`runs`), and equal collectives.
 - `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
 """
 
@@ -28,7 +28,7 @@ from ....graph.node import Node
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ...ir.execution_plan import Lane, Plan
 from ...ir.layout import Layout
-from .repeatable_runs import DeviceRepetitions, find_device_repetition_faults
+from .repeatable_runs import RepetitionsOfDeviceGraph, find_device_repetition_faults
 
 NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 """Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
@@ -71,7 +71,7 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
     return replace(plan, graph=shortened.short_graph, lanes=tuple(device_plans), leaves=leaves, cuts=frozenset())
 
 
-def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of a shortened graph: the plan's graph must be the short graph with more repeated layers.
 
     The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
@@ -97,13 +97,13 @@ def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterato
     place = {node: at for nodes in (shortened.deep_nodes, shortened.short_nodes) for at, node in enumerate(nodes)}
     for number, node in enumerate(shortened.deep_nodes):
         run = runs.repetition_of(number)
-        kind = _find_repetition_kind(shortened, run)
+        kind = _find_short_repetition(shortened, run)
         short = shortened.short_nodes[number - (run - kind) * runs.length]
         if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
             yield f"{node!r} of repetition {run} differs from {short!r}"
             return
         reads = [
-            None if s is None else (_find_representative_node(shortened, place[s.node], run, kind), s.index)
+            None if s is None else (_find_short_node_read_by(shortened, place[s.node], run, kind), s.index)
             for s in node.src
         ]
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
@@ -112,7 +112,7 @@ def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterato
         if (
             node.is_leaf
             and plan.leaves[node.name]
-            != plan.leaves[shortened.deep_nodes[_find_first_equivalent_node(shortened, number, run)].name]
+            != plan.leaves[shortened.deep_nodes[_find_node_in_first_repetition_of_kind(shortened, number, run)].name]
         ):
             yield (
                 f"{node.op} %{node.label} of repetition {run} has another layout than in another repetition of its kind"
@@ -120,7 +120,7 @@ def find_repeated_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterato
     yield from _find_output_and_update_faults(shortened, place)
 
 
-def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
+def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
     """Find the repeated layer of the short graph, called kind, that stands for a repetition of the deep graph."""
     return (
         PREAMBLE
@@ -131,7 +131,7 @@ def _find_repetition_kind(shortened: ShortenedGraph, repetition: int) -> int:
     )
 
 
-def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
+def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
     """Find the node at the same position in the first repetition of the same kind; return its number.
 
     Args:
@@ -146,7 +146,7 @@ def _find_first_equivalent_node(shortened: ShortenedGraph, node_number: int, rep
     )
 
 
-def _find_representative_node(
+def _find_short_node_read_by(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
     """Find the number of the short graph's node that a reader reads in place of a node of the deep graph.
@@ -192,7 +192,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
 
     long, short = changes(shortened.deep_graph), changes(shortened.short_graph)
     for run in {*long, *(r for r, kind in shortened.repetitions_with_kind if kind in short)}:
-        if long[run] != short[_find_repetition_kind(shortened, run)]:
+        if long[run] != short[_find_short_repetition(shortened, run)]:
             yield f"states of repetition {run} change differently from those of its kind"
     if shortened.deep_graph.outputs.keys() != shortened.short_graph.outputs.keys():
         yield "the short graph has other outputs"
@@ -205,8 +205,8 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
         if 0 <= run < shortened.deep_repetitions.count:
             yield f"output {name!r} belongs to repetition {run}"
         elif (
-            _find_representative_node(
-                shortened, position_by_node[value.node], run, _find_repetition_kind(shortened, run)
+            _find_short_node_read_by(
+                shortened, position_by_node[value.node], run, _find_short_repetition(shortened, run)
             )
             != position_by_node[short_value.node]
             or value.index != short_value.index
@@ -214,7 +214,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
             yield f"output {name!r} of the short graph is another value"
 
 
-def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of the names of device nodes: each name must have the number of a short graph's node.
 
     The number assigns the device's node to a repetition.
@@ -226,7 +226,7 @@ def find_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[st
                 yield f"device {device}: {node!r} does not have the number of a short graph node as its name"
 
 
-def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
+def find_repetition_order_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield reasons why a device may not execute the repeated layers of a proven short plan in any order.
 
     Collectives that are in other layers than on device 0 are faults too.
@@ -237,7 +237,7 @@ def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Itera
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}
     collective_numbers = [
-        DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
+        RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()
         for device_plan in short_plan.lanes[:1]
     ]
     for device, device_plan in enumerate(short_plan.lanes):
@@ -247,7 +247,7 @@ def find_repetition_faults(short_plan: Plan, shortened: ShortenedGraph) -> Itera
                 find_device_repetition_faults(device_plan.graph, device_plan.program, device_plan.backend, shortened)
             )
             if (
-                DeviceRepetitions(device_plan.graph, shortened).list_collectives_with_repetition()
+                RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()
                 != collective_numbers[0]
             ):
                 faults_by_program[key].append("its collectives are in other repetitions than those of device 0")

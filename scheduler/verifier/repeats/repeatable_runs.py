@@ -24,7 +24,7 @@ from ....graph.attrs import quote_node_name
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ....ops.collectives import find_collective_number
+from ....ops.collectives import find_collective_sequence_number
 from ..memory.buffer_contents import ViewTable, compute_byte_extent, has_common_bytes
 
 CarriedKey: TypeAlias = tuple[int, str]
@@ -32,19 +32,19 @@ CarriedKey: TypeAlias = tuple[int, str]
 ByteExtent: TypeAlias = tuple[int, int, int]
 
 
-class DeviceRepetitions:
+class RepetitionsOfDeviceGraph:
     """The repetitions (repeated layers) in a device's graph, and the values that each carries to the next one."""
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.graph, self.shortened_graph = graph, shortened
         self.kind_by_node = shortened.kind_by_node(graph)
-        read = {self.find_carried_key(s.node, self.kind_by_node[node]) for node in graph.nodes for s in node.inputs} - {
-            None
-        }
-        offered = ((node, self.find_carried_key(node, self.kind_by_node[node] + 1)) for node in graph.nodes)
+        read = {
+            self.find_carried_value_key(s.node, self.kind_by_node[node]) for node in graph.nodes for s in node.inputs
+        } - {None}
+        offered = ((node, self.find_carried_value_key(node, self.kind_by_node[node] + 1)) for node in graph.nodes)
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
-    def find_carried_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
+    def find_carried_value_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
         """Find the key of a value that one repeated layer carries to the next one, or None for other values.
 
         The key is equal in all repetitions.
@@ -64,7 +64,7 @@ class DeviceRepetitions:
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
         """List the collectives of the device as sorted pairs (sequence number, repetition), by repeated layer."""
-        collectives = ((self.kind_by_node[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
+        collectives = ((self.kind_by_node[n], find_collective_sequence_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_carried_value_faults(self) -> Iterator[str]:
@@ -76,11 +76,11 @@ class DeviceRepetitions:
             kind = self.kind_by_node[node]
             for source in node.inputs:
                 there, is_leaf = self.kind_by_node[source.node], source.node.is_leaf
-                is_carried = self.find_carried_key(source.node, kind) is not None
+                is_carried = self.find_carried_value_key(source.node, kind) is not None
                 lasts = (
                     there == PREAMBLE
                     and (not is_carried or kind == PREAMBLE)
-                    and not self._is_carry_placeholder(source.node)
+                    and not self._is_read_by_first_repetition(source.node)
                 )
                 if there != kind and not lasts and not (is_carried and not is_leaf):
                     yield f"{node!r} of repetition {kind} reads {source!r} of repetition {there}"
@@ -106,7 +106,7 @@ class DeviceRepetitions:
             ):
                 yield f"output {output!r} belongs to a repetition"
 
-    def _is_carry_placeholder(self, node: Node) -> bool:
+    def _is_read_by_first_repetition(self, node: Node) -> bool:
         """Return whether the first repetition reads this node's value in place of a value of a repetition before it."""
         return (
             self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
@@ -124,7 +124,7 @@ def find_device_repetition_faults(
         backend: The backend of the device.
         shortened: The shortened graph of the user.
     """
-    runs = DeviceRepetitions(graph, shortened)
+    runs = RepetitionsOfDeviceGraph(graph, shortened)
     complaints = list(runs.find_carried_value_faults())
     yield from complaints or _RepetitionCheck(runs, program, backend).find_faults()
 
@@ -132,7 +132,7 @@ def find_device_repetition_faults(
 class _RepetitionCheck:
     """The check of one device's program: its repeated layers (repetitions) must be executable in any order."""
 
-    def __init__(self, repetitions: DeviceRepetitions, program: Program, backend: Backend) -> None:
+    def __init__(self, repetitions: RepetitionsOfDeviceGraph, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
             repetitions,
             repetitions.shortened_graph,
@@ -154,7 +154,7 @@ class _RepetitionCheck:
         """Yield all faults of the repeated layers in the device's program."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
-        yield from self._find_saved_bytes_faults()
+        yield from self._find_saved_bytes_layout_faults()
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             yield from self._find_leaf_access_faults(i, kind)
         carried = self._find_carried_extents()
@@ -163,17 +163,17 @@ class _RepetitionCheck:
             return
         yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
 
-    def _is_inner_kind(self, kind: int) -> bool:
+    def _is_repeated_kind(self, kind: int) -> bool:
         """Return whether instructions of this kind belong to repeated layers, neither before nor after all of them."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
-    def _find_saved_bytes_faults(self) -> Iterator[str]:
+    def _find_saved_bytes_layout_faults(self) -> Iterator[str]:
         """Yield faults in the layout of saved bytes: saves of repeated layers must fill the arena's end without gaps.
 
         Other values must not overlap these bytes.
         """
         program = self.program
-        saves = [at for at in sorted(program.save_positions) if self._is_inner_kind(self.kind_by_instruction[at])]
+        saves = [at for at in sorted(program.save_positions) if self._is_repeated_kind(self.kind_by_instruction[at])]
         saved_extents = [compute_byte_extent(program.instructions[at].dst[0]) for at in saves]
         start = at = min((low for _, low, _ in saved_extents), default=program.buffers[0].nbytes)
         for _, low, high in saved_extents:
@@ -277,7 +277,7 @@ class _RepetitionCheck:
         for i, kind in zip(self.program.instructions, self.kind_by_instruction, strict=True):
             written = [compute_byte_extent(t) for t in (*i.dst, i.scratch) if t is not None]
             own = nodes[i.index].results if i.index >= 0 else ()
-            for value, extent in lasting_extents.items() if self._is_inner_kind(kind) else ():
+            for value, extent in lasting_extents.items() if self._is_repeated_kind(kind) else ():
                 if any(has_common_bytes(extent, other) for other in written):
                     yield (
                         f"step %{quote_node_name(i.node)} of repetition {kind} overwrites {value!r}, "

@@ -18,7 +18,7 @@ from ....graph.graph import Graph, topological_order
 from ....graph.node import Node, Value
 from ....ops import REGISTRY
 from ....ops.collectives import COLLECTIVES, as_index_ranges, as_integer
-from .facts import CONVERSION_OPS, Fact, clear_axis_entries, infer_conversion_facts, slice_collective_fact
+from .facts import CONVERSION_OPS, Fact, infer_conversion_facts, slice_fact_of_scattered_value, with_empty_index_on_axis
 from .index_sets import (
     IndexRanges,
     concatenate_indices,
@@ -28,7 +28,7 @@ from .index_sets import (
     make_full_index,
     merge_scattered_entries,
 )
-from .op_instances import OpInstance, make_op_instance
+from .op_instances import NodeSpecs, make_node_specs
 from .partial_sum_rules import propagate_partial_sum
 from .partial_sums import EMPTY_SUM, OptionalPartialSum, check_sum_is_complete
 from .restricted_ops import infer_result_entries
@@ -71,8 +71,8 @@ class ValueTrace:
         self.max_combinations = MAX_COMBINATIONS_PER_VALUE * len(numbering.value_by_number)
         self.search_limit_note = ""
         self._interned_facts: dict[tuple[Fact, ...], list[Fact]] = {}
-        self._instance_by_node: dict[Node, tuple[int, OpInstance]] = {}
-        self._instance_numbers: dict[tuple[str, OpInstance], tuple[int, OpInstance]] = {}
+        self._instance_by_node: dict[Node, tuple[int, NodeSpecs]] = {}
+        self._instance_numbers: dict[tuple[str, NodeSpecs], tuple[int, NodeSpecs]] = {}
         self._followed_nodes: dict[tuple[int, ...], _FollowedNode] = {}
         self._facts_by_number: dict[int, dict[int | None, list[Fact]]] = {}
         self._complete_sums: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
@@ -81,8 +81,10 @@ class ValueTrace:
         for device, graph in enumerate(graphs):
             for node in graph.nodes:
                 if node.op in COLLECTIVES and node.op != "receive":
-                    self.collective_groups.setdefault(_make_collective_key(device, node), {})[device] = node
-                    self.missing_participants.setdefault(_make_collective_key(device, node), set()).add((device, node))
+                    self.collective_groups.setdefault(_make_shared_collective_key(device, node), {})[device] = node
+                    self.missing_participants.setdefault(_make_shared_collective_key(device, node), set()).add(
+                        (device, node)
+                    )
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
         """Find the facts about a device value (graph values that it equals); an empty list if there are none."""
@@ -100,20 +102,20 @@ class ValueTrace:
         while moved:
             moved = False
             for device, nodes in enumerate(ahead):  # each device continues until it must wait
-                while nodes and self._mark_reached_by_device(device, nodes[-1]):
+                while nodes and self._mark_reached_and_check_ready(device, nodes[-1]):
                     yield from self._record_node_facts(device, nodes.pop())
                     moved = True
         if any(ahead):
             yield "devices wait for each other in a circle"
 
-    def _mark_reached_by_device(self, device: int, node: Node) -> bool:
+    def _mark_reached_and_check_ready(self, device: int, node: Node) -> bool:
         """Mark a collective as reached by a device; return whether all participants have reached it and it is ready.
 
         A node that is no collective is always ready.
         """
         if node.op not in COLLECTIVES:
             return True
-        missing = self.missing_participants.get(_make_collective_key(device, node), set())
+        missing = self.missing_participants.get(_make_shared_collective_key(device, node), set())
         missing.discard((device, node))
         return not missing
 
@@ -125,14 +127,14 @@ class ValueTrace:
             yield from self._record_leaf_facts(device, node)
             return
         if node.op == "receive":
-            for source, sender in self.collective_groups.get(_make_collective_key(device, node), {}).items():
+            for source, sender in self.collective_groups.get(_make_shared_collective_key(device, node), {}).items():
                 if sender.specs != node.specs:
                     yield f"device {device}: {node!r} receives {sender!r}"
                 self.facts_by_node[device][node] = [self.find_facts(source, sender.results[0])]
             return
         if node.op in COLLECTIVES and node.op != "send":
             if members := self.collective_groups.pop(
-                _make_collective_key(device, node), None
+                _make_shared_collective_key(device, node), None
             ):  # the last one infers all results
                 yield from self._record_collective_facts(members)
             return
@@ -140,7 +142,7 @@ class ValueTrace:
         known = [[] if s is None else self.find_facts(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
             return  # a source has a fault that was yielded before
-        number, mine = self._intern_op_instance(node)
+        number, mine = self._intern_node_specs(node)
         key = (number, *map(id, filter(None, known)))  # equal nodes on equal facts have equal results
         if (done := self._followed_nodes.get(key)) is None:
             reasons: list[str] = []
@@ -160,17 +162,17 @@ class ValueTrace:
         for those in devices:
             those.add(device)
 
-    def _intern_op_instance(self, node: Node) -> tuple[int, OpInstance]:
+    def _intern_node_specs(self, node: Node) -> tuple[int, NodeSpecs]:
         """Return the attributes and specs of a node, interned: equal ops, attributes and specs share one number."""
         if node not in self._instance_by_node:
-            mine = make_op_instance(node)
+            mine = make_node_specs(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
                 (node.op, mine), (len(self._instance_numbers), mine)
             )
         return self._instance_by_node[node]
 
     def _infer_node_facts(
-        self, node: Node, instance: OpInstance, operand_facts: Sequence[list[Fact]], reasons: list[str]
+        self, node: Node, instance: NodeSpecs, operand_facts: Sequence[list[Fact]], reasons: list[str]
     ) -> tuple[list[list[Fact]], frozenset[int], set[int]]:
         """Infer the facts of each result of a device's node from the facts of its operands.
 
@@ -186,27 +188,27 @@ class ValueTrace:
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
-        for pair in self._list_conversion_operands(operand_facts) if node.op in CONVERSION_OPS else ():
+        for pair in self._list_conversion_operand_facts(operand_facts) if node.op in CONVERSION_OPS else ():
             self._add_new_facts(results[0], infer_conversion_facts(node, pair))
-        for operands in self._list_operand_combinations(node, operand_facts):
+        for operands in self._list_operand_fact_combinations(node, operand_facts):
             is_copy = REGISTRY[node.op].is_view or bool(infer_conversion_facts(node, operands))
             for match in self._infer_facts_for_operands(node.op, instance, operands, reasons):
                 if not is_copy:
                     computed.add(match[0].value_number)
-                complete |= {fact.value_number for fact in match if self._is_complete_value(fact)}
+                complete |= {fact.value_number for fact in match if self._is_fact_of_complete_value(fact)}
                 for facts, fact in zip(results, match, strict=True):
                     self._add_new_facts(facts, [fact])
         return results, frozenset(computed), complete
 
     @staticmethod
-    def _list_conversion_operands(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
+    def _list_conversion_operand_facts(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
         """List the operand facts of a conversion: one fact, or two facts about parts of the same value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
             yield from ((a, b) for a, b in product(*operand_facts) if a.value_number == b.value_number)
 
-    def _list_operand_combinations(
+    def _list_operand_fact_combinations(
         self, node: Node, operand_facts: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact | None, ...]]:
         """List the combinations of one fact per operand for which the user's graph has a node with this op.
@@ -219,7 +221,7 @@ class ValueTrace:
             for s, k in zip(node.src, operand_facts, strict=True)
         ]
         tried = 0
-        for sources in self.numbering.find_operand_numbers(node.op, choices):
+        for sources in self.numbering.find_consumer_operand_numbers(node.op, choices):
             for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
                 tried += 1
                 if tried > self.max_combinations:
@@ -230,7 +232,7 @@ class ValueTrace:
                     return
                 yield operands
 
-    def _is_complete_value(self, fact: Fact) -> bool:
+    def _is_fact_of_complete_value(self, fact: Fact) -> bool:
         """Return whether a fact states that a device has the complete graph value: all entries and all terms."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
@@ -272,7 +274,7 @@ class ValueTrace:
             self.facts_by_node[device][node] = [self._intern_facts([fact])]
 
     def _infer_facts_for_operands(
-        self, op: str, instance: OpInstance, operand_facts: Sequence[Fact | None], reasons: list[str]
+        self, op: str, instance: NodeSpecs, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
         """Infer the results' facts of a device's node from one fact per operand, once for each matching graph node.
 
@@ -280,7 +282,9 @@ class ValueTrace:
         """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
-        axes = tuple(None if o is None else meaning.attach_digits(o.value_number, o.axes) for o in operand_facts)
+        axes = tuple(
+            None if o is None else meaning.attach_ignored_digits(o.value_number, o.axes) for o in operand_facts
+        )
         readers = meaning.consumers.get(key)
         for user, numbers in readers.find_candidate_consumers(instance, axes) if readers is not None else ():
             if [s.dtype for s in user.results] != [s.dtype for s in instance.results]:
@@ -321,8 +325,8 @@ class ValueTrace:
         after: list[list[Fact]] = [[] for _ in nodes]
         for first in known[0]:
             choices = [[first], *(self._group_facts_by_value_number(k).get(first.value_number, []) for k in known[1:])]
-            for device_facts in self._list_device_combinations(nodes, choices):
-                results = self._infer_collective_results(nodes, device_facts)
+            for device_facts in self._list_device_fact_combinations(nodes, choices):
+                results = self._infer_collective_result_facts(nodes, device_facts)
                 if isinstance(results, str):
                     reasons.append(results)
                     continue
@@ -335,7 +339,7 @@ class ValueTrace:
         if not has_match:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices have different values'}"
 
-    def _list_device_combinations(
+    def _list_device_fact_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
         """List the combinations of one fact per device that fit the only fact of the first device.
@@ -367,7 +371,7 @@ class ValueTrace:
                 return
             yield device_facts
 
-    def _infer_collective_results(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
+    def _infer_collective_result_facts(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
         """Infer the fact of each device after a collective; return the reason as text if the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
@@ -379,20 +383,20 @@ class ValueTrace:
         else:
             axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
             runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
-            gathered = self._concatenate_shards(device_facts, axis, runs)
+            gathered = self._concatenate_shard_entries(device_facts, axis, runs)
             if isinstance(gathered, str):
                 return gathered
             whole_axes = gathered
         if nodes[0].op in ("all_reduce", "all_gather"):
             results = [Fact(first.value_number, whole_axes)] * len(nodes)
         else:
-            results = [slice_collective_fact(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
+            results = [slice_fact_of_scattered_value(first.value_number, whole_axes, d, n) for d, n in enumerate(nodes)]
         for node, fact in zip(nodes, results, strict=True):
             if tuple(map(count_entries, fact.axes)) != node.specs[0].shape:
                 return f"{node!r} gives entries {[format_index(i) for i in fact.axes]}"
         return results
 
-    def _concatenate_shards(
+    def _concatenate_shard_entries(
         self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
         """Concatenate the entries that devices have as shards of an axis; return the reason if the shards do not fit.
@@ -409,7 +413,7 @@ class ValueTrace:
             return f"index ranges are given for {len(ranges_by_device)} devices"
         for fact in device_facts:
             if not self.numbering.has_equal_entries(
-                number, (*axes[:axis], (), *axes[axis + 1 :]), clear_axis_entries(fact.axes, axis)
+                number, (*axes[:axis], (), *axes[axis + 1 :]), with_empty_index_on_axis(fact.axes, axis)
             ):
                 return "the devices have different entries of another axis"
         for device, (fact, own) in enumerate(zip(device_facts, ranges_by_device, strict=True)):
@@ -427,7 +431,7 @@ class ValueTrace:
         return (*axes[:axis], make_full_index(n) if is_all else index, *axes[axis + 1 :])
 
 
-def _make_collective_key(device: int, node: Node) -> object:
+def _make_shared_collective_key(device: int, node: Node) -> object:
     """Make the key that all participants of a collective share.
 
     The key is the sequence number, and for a message also the sender and the receiver.

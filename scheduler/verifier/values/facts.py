@@ -35,7 +35,7 @@ class Fact:
     partial_sum: OptionalPartialSum = None
 
 
-def clear_axis_entries(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
+def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
     """Return the index ranges of a value with an empty index on one axis, in order to compare all other axes."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
@@ -73,7 +73,7 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
     second = operands[1]
     assert second is not None
     same = first.value_number == second.value_number and first.partial_sum == second.partial_sum
-    if not same or clear_axis_entries(first.axes, axis) != clear_axis_entries(second.axes, axis):
+    if not same or with_empty_index_on_axis(first.axes, axis) != with_empty_index_on_axis(second.axes, axis):
         return []
     index = concatenate_indices([first.axes[axis], second.axes[axis]])
     if has_duplicates(
@@ -83,7 +83,9 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
     return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
 
 
-def slice_collective_fact(value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node) -> Fact:
+def slice_fact_of_scattered_value(
+    value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node
+) -> Fact:
     """Return the fact about the slice that a device receives when a collective scatters a whole value.
 
     Args:

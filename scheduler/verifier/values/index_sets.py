@@ -67,7 +67,7 @@ def list_entries(index: IndexRanges) -> Entries:
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
-def build_index_from_entries(entries: Entries) -> IndexRanges:
+def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
     """Merge consecutive entry numbers into ranges (first entry, length), and return these index ranges."""
     if not entries.size:
         return ()
@@ -171,7 +171,7 @@ def split_index_into_factors(
     for axis, n in enumerate(factor_sizes):
         inner //= n
         line = grid[(0,) * axis + (slice(None),) + (0,) * (len(factor_sizes) - axis - 1)] // inner % n
-        indices.append(build_index_from_entries(line))
+        indices.append(merge_entries_into_ranges(line))
         total = total + (line * inner).reshape(-1, *[1] * (len(factor_sizes) - axis - 1))
     return tuple(indices) if np.array_equal(total, grid) else None
 
@@ -191,7 +191,7 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
     total = np.zeros((), np.int64)
     for index, n in zip(factor_indices, factor_sizes, strict=True):
         total = total[..., None] * n + list_entries(index)
-    return build_index_from_entries(total.ravel())
+    return merge_entries_into_ranges(total.ravel())
 
 
 def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
@@ -207,7 +207,7 @@ def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
     return entries
 
 
-def intersect_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
+def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
     """Return the common ignored digits of two values: parts of an entry number on which neither value depends.
 
     A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
@@ -244,7 +244,7 @@ def find_equivalent_index(
             merged = merged + _extract_digit(b, digit) - _extract_digit(merged, digit)
     same_a = np.array_equal(_clear_digits(merged, digits), _clear_digits(a, digits))
     same_b = np.array_equal(_clear_digits(merged, other_digits), _clear_digits(b, other_digits))
-    return build_index_from_entries(merged) if same_a and same_b else None
+    return merge_entries_into_ranges(merged) if same_a and same_b else None
 
 
 def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
@@ -331,7 +331,7 @@ def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> I
     """
     if len(positions) == 1:
         return slice_index(index, positions[0][0], sum(positions[0]))
-    return build_index_from_entries(list_entries(index)[list_entries(positions)])
+    return merge_entries_into_ranges(list_entries(index)[list_entries(positions)])
 
 
 @lru_cache(maxsize=1024)
@@ -354,7 +354,7 @@ def merge_scattered_entries(
         if ((before >= 0) & (before != new)).any():
             return None
         whole_axis[at] = new
-    return None if (whole_axis < 0).any() else build_index_from_entries(whole_axis)
+    return None if (whole_axis < 0).any() else merge_entries_into_ranges(whole_axis)
 
 
 def format_index(index: IndexRanges) -> str:

@@ -14,10 +14,10 @@ from itertools import accumulate, islice
 from ....ops import REGISTRY
 from ....ops.collectives import as_integer
 from .index_sets import slice_index
-from .op_instances import AttrItems, OpInstance, ValueEntries
+from .op_instances import AttrItems, NodeSpecs, ValueEntries
 from .restricted_ops import list_attrs_that_may_differ
 
-Consumer = tuple[OpInstance, tuple[int, ...]]
+Consumer = tuple[NodeSpecs, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""
 MAX_EXAMPLES = 4
 """Maximum nodes with other attributes that serve as examples in the text of a fault."""
@@ -28,16 +28,16 @@ class ConsumerTable:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        self._groups: dict[AttrItems, _ConsumerGroup] = {}
+        self._groups: dict[AttrItems, _ConsumersWithSharedAttrs] = {}
 
-    def add_consumer(self, graph_node: OpInstance, result_numbers: tuple[int, ...]) -> None:
+    def add_consumer(self, graph_node: NodeSpecs, result_numbers: tuple[int, ...]) -> None:
         """Add a consumer, a node of the user's graph, with the value numbers of its results."""
-        self._groups.setdefault(self._list_nonlocal_attrs(graph_node), _ConsumerGroup(self._op)).consumers.append(
-            (graph_node, result_numbers)
-        )
+        self._groups.setdefault(
+            self._list_attrs_equal_on_devices(graph_node), _ConsumersWithSharedAttrs(self._op)
+        ).consumers.append((graph_node, result_numbers))
 
     def find_candidate_consumers(
-        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+        self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Find the consumers that a device's node may be a local version of, by the node's attributes.
 
@@ -48,14 +48,14 @@ class ConsumerTable:
             device_node: The device's node.
             operand_entries: Entries of each operand that the device has.
         """
-        group = self._groups.get(self._list_nonlocal_attrs(device_node))
+        group = self._groups.get(self._list_attrs_equal_on_devices(device_node))
         if group is not None:
             yield from group.find_candidate_consumers(device_node, operand_entries)
             return
         others = (reader for group in self._groups.values() for reader in group.consumers)
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
-    def _list_nonlocal_attrs(self, node: OpInstance) -> AttrItems:
+    def _list_attrs_equal_on_devices(self, node: NodeSpecs) -> AttrItems:
         """List the attributes of a node that must be equal on devices, sorted by name.
 
         Other attributes, such as sizes, may differ between a node and its local version on a device.
@@ -64,7 +64,7 @@ class ConsumerTable:
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
-class _ConsumerGroup:
+class _ConsumersWithSharedAttrs:
     """Consumers that share all attributes, except attributes that may differ on a device, such as sizes."""
 
     def __init__(self, op: str) -> None:
@@ -72,7 +72,7 @@ class _ConsumerGroup:
         self.consumers: list[Consumer] = []
 
     def find_candidate_consumers(
-        self, device_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+        self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
         """Find the consumers that a device's node may be a local version of.
 
@@ -97,7 +97,7 @@ class _ConsumerGroup:
         if not entries:
             yield from self.consumers[:MAX_EXAMPLES]
             return
-        starts, ends, order = self._sorted_slices
+        starts, ends, order = self._slices_sorted_by_start
         first, found = entries[0][0], list[int]()
         for at in range(bisect_right(starts, first) - 1, -1, -1):
             if ends[at] <= first:  # no earlier slice reaches `first`
@@ -106,7 +106,7 @@ class _ConsumerGroup:
         yield from (self.consumers[at] for at in sorted(found) or range(MAX_EXAMPLES))
 
     @cached_property
-    def _sorted_slices(self) -> tuple[list[int], list[int], list[int]]:
+    def _slices_sorted_by_start(self) -> tuple[list[int], list[int], list[int]]:
         """The slices of the group, sorted by start, for a search by position.
 
         Returns:

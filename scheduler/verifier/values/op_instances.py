@@ -22,7 +22,7 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OpInstance:
+class NodeSpecs:
     """The specs of a node of the user's graph or of a device's graph: attributes, operand specs and result specs.
 
     Nodes with equal specs share the results of the verifier, so the results are inferred once.
@@ -38,13 +38,13 @@ class OpInstance:
         return dict(self.attrs)
 
 
-def make_op_instance(node: Node) -> OpInstance:
+def make_node_specs(node: Node) -> NodeSpecs:
     """Make the specs of a node: its attributes, operand specs and result specs."""
-    return OpInstance(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
+    return NodeSpecs(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
 
 
 @dataclass(frozen=True, slots=True)
-class TableRows:
+class LocalTableRows:
     """The rows of a lookup table, such as an embedding table, that a device has.
 
     - `table_operand`: the name of the operand that is the table. It has `row_count` rows in the user's graph.
@@ -59,7 +59,7 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RestrictedResult:
+class InferredEntries:
     """The inferred entries of the results of a device's node, in terms of the matching node of the user's graph.
 
     - `axes`: the entries of each result.
@@ -70,5 +70,5 @@ class RestrictedResult:
 
     axes: tuple[ValueEntries, ...]
     partial_sum: OptionalPartialSum
-    table_rows: TableRows | None = None
+    table_rows: LocalTableRows | None = None
     is_empty_sum: bool = False

@@ -12,8 +12,8 @@ from typing import Any
 
 from ....ops import REGISTRY
 from ....ops.declaration.op import Op
-from .op_instances import OpInstance, RestrictedResult
-from .partial_sums import NO_TERMS, OptionalPartialSum, PartialSum, make_linear_sum
+from .op_instances import InferredEntries, NodeSpecs
+from .partial_sums import NO_TERMS, OptionalPartialSum, PartialSum, make_linear_partial_sum
 
 OperandValueNumbers = tuple[int | None, ...]
 """For each operand the number of its value."""
@@ -21,9 +21,9 @@ OperandValueNumbers = tuple[int | None, ...]
 
 def propagate_partial_sum(
     op: str,
-    graph_node: OpInstance,
+    graph_node: NodeSpecs,
     operand_sums: Sequence[OptionalPartialSum],
-    inferred_entries: RestrictedResult,
+    inferred_entries: InferredEntries,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
     """Propagate the partial sums of a node's operands to the results; return None if the results are complete.
@@ -47,7 +47,7 @@ def propagate_partial_sum(
     declared = REGISTRY[op]
     sums_by_operand = {n: o for n, o in zip(declared.operand_names, operand_sums, strict=False) if o is not None}
     if inferred_entries.table_rows is not None:
-        return _infer_lookup_sum(declared, graph_node, sums_by_operand, inferred_entries, operand_numbers)
+        return _infer_table_lookup_partial_sum(declared, graph_node, sums_by_operand, inferred_entries, operand_numbers)
     if not sums_by_operand:
         return inferred_entries.partial_sum
     if inferred_entries.partial_sum is not None:
@@ -59,19 +59,19 @@ def propagate_partial_sum(
     empty = {n for n, o in sums_by_operand.items() if o is NO_TERMS}
     if any(empty >= set(joint.split("+")) for joint in declared.zero_preserving_operands(attrs)):
         return NO_TERMS
-    if (routed := _propagate_routing(declared, graph_node, sums_by_operand)) is not None:
+    if (routed := _propagate_routed_partial_sum(declared, graph_node, sums_by_operand)) is not None:
         return routed
     for joint in declared.linear_operands(attrs):
         if set(sums_by_operand) <= set(joint.split("+")):
-            return make_linear_sum(
-                joint, [sums_by_operand.get(n) for n in _list_present_operands(declared, graph_node, joint)]
+            return make_linear_partial_sum(
+                joint, [sums_by_operand.get(n) for n in _list_present_linear_operands(declared, graph_node, joint)]
             )
     raise ValueError(
         f"{op} is not linear in {' and '.join(sorted(sums_by_operand))}, a partial sum that no all-reduce completes"
     )
 
 
-def _list_present_operands(declared: Op[Any], graph_node: OpInstance, linear_operands: str) -> list[str]:
+def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, linear_operands: str) -> list[str]:
     """List the operands that the node has of linear operands such as ``a+b``, in operand order.
 
     Args:
@@ -83,8 +83,8 @@ def _list_present_operands(declared: Op[Any], graph_node: OpInstance, linear_ope
     return [n for n in here if n in linear_operands.split("+")]
 
 
-def _propagate_routing(
-    declared: Op[Any], graph_node: OpInstance, sums_by_operand: Mapping[str, OptionalPartialSum]
+def _propagate_routed_partial_sum(
+    declared: Op[Any], graph_node: NodeSpecs, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
     """Propagate a routed partial sum, which all given operands share, to the result; return None if that is impossible.
 
@@ -99,7 +99,7 @@ def _propagate_routing(
     if (
         first is None
         or any(o != first for o in sums_by_operand.values())
-        or not all(_has_same_routing(declared, graph_node, n, first) for n in sums_by_operand)
+        or not all(_is_routed_by_leading_index(declared, graph_node, n, first) for n in sums_by_operand)
     ):
         return None
     return (
@@ -112,7 +112,9 @@ def _propagate_routing(
     )
 
 
-def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, partial_sum: PartialSum) -> bool:
+def _is_routed_by_leading_index(
+    declared: Op[Any], graph_node: NodeSpecs, operand: str, partial_sum: PartialSum
+) -> bool:
     """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index.
 
     The op's declaration decides whether the leading axes, which route the partial sum, are kept.
@@ -128,11 +130,11 @@ def _has_same_routing(declared: Op[Any], graph_node: OpInstance, operand: str, p
     )
 
 
-def _infer_lookup_sum(
+def _infer_table_lookup_partial_sum(
     declared: Op[Any],
-    graph_node: OpInstance,
+    graph_node: NodeSpecs,
     sums_by_operand: Mapping[str, OptionalPartialSum],
-    inferred_entries: RestrictedResult,
+    inferred_entries: InferredEntries,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
     """Infer the partial sum of a table lookup on a device that has only some rows of the table.
@@ -168,25 +170,25 @@ def _infer_lookup_sum(
         else NO_TERMS
     )
     joint = next(j for j in declared.linear_operands(graph_node.attrs_by_name) if rows.table_operand in j.split("+"))
-    added = [n for n in _list_present_operands(declared, graph_node, joint) if n != rows.table_operand]
+    added = [n for n in _list_present_linear_operands(declared, graph_node, joint) if n != rows.table_operand]
     for name, operand_sum in sums_by_operand.items():
         if (
             name not in added
             and own is not NO_TERMS
-            and not (operand_sum == own and _has_same_routing(declared, graph_node, name, own))
+            and not (operand_sum == own and _is_routed_by_leading_index(declared, graph_node, name, own))
         ):
             raise ValueError(
                 f"{name} is a partial sum over other terms than the rows of {rows.table_operand} on this device"
             )
     if all(
-        sums_by_operand.get(n) == own and (own is NO_TERMS or _has_same_routing(declared, graph_node, n, own))
+        sums_by_operand.get(n) == own and (own is NO_TERMS or _is_routed_by_leading_index(declared, graph_node, n, own))
         for n in added
     ):
         return own
-    return make_linear_sum(
+    return make_linear_partial_sum(
         joint,
         [
             own if n == rows.table_operand else sums_by_operand.get(n)
-            for n in _list_present_operands(declared, graph_node, joint)
+            for n in _list_present_linear_operands(declared, graph_node, joint)
         ],
     )

@@ -3,7 +3,7 @@
 Example: Two devices contract an axis of 8. Device 0 has the entries 0 to 4, device 1 has the entries 5 to 7. If
 device 1 also started at entry 0, three terms would be counted twice:
 
->>> left, right, wrong = (make_contraction_sum((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
+>>> left, right, wrong = (make_contraction_partial_sum((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
 >>> check_sum_is_complete([left, right])
 >>> check_sum_is_complete([left, wrong])
 'devices 0 and 1 both have a term'
@@ -11,15 +11,15 @@ device 1 also started at entry 0, three terms would be counted twice:
 A residual that only device 0 has is added to the sum. An addition is linear in two sums, and each sum must be
 complete:
 
->>> first = make_linear_sum("a+b", [left, None])
->>> check_sum_is_complete([first, make_linear_sum("a+b", [right, NO_TERMS])])
->>> check_sum_is_complete([first, make_linear_sum("a+b", [right, None])])
+>>> first = make_linear_partial_sum("a+b", [left, None])
+>>> check_sum_is_complete([first, make_linear_partial_sum("a+b", [right, NO_TERMS])])
+>>> check_sum_is_complete([first, make_linear_partial_sum("a+b", [right, None])])
 'device 0 has the complete value, and devices [1] add to it'
 
 A product is linear in each factor, but only in one factor at a time. Some terms of one factor and the other terms of
 the other factor do not form a sum:
 
->>> check_sum_is_complete([make_linear_sum("a", [left]), make_linear_sum("b", [right])])
+>>> check_sum_is_complete([make_linear_partial_sum("a", [left]), make_linear_partial_sum("b", [right])])
 'the devices have partial sums of different kinds'
 
 Two equal partial sums of one value have the same terms of the same sum, so the verifier may merge them. For each op
@@ -81,7 +81,7 @@ OptionalPartialSum = PartialSum | None
 """A partial sum; None if the device has the value itself."""
 
 
-def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
+def make_contraction_partial_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
     """Make the partial sum of a contraction on a device that has some entries of the contracted axes.
 
     Args:
@@ -98,7 +98,7 @@ def make_contraction_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[i
     return PartialSum("terms", index_box, axis_sizes)
 
 
-def make_linear_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
+def make_linear_partial_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
     """Make the partial sum of the result of a linear op from the partial sums of its operands.
 
     Args:
@@ -127,13 +127,13 @@ def check_sum_is_complete(
     """
     seen: dict[tuple[int, ...], Sequence[OptionalPartialSum]] = {}
     known = {} if known_complete is None else known_complete
-    why = _check_sum_is_complete(partial_sums, known, seen)
+    why = _check_nested_partial_sums(partial_sums, known, seen)
     if why is None:
         known |= seen
     return why
 
 
-def _check_sum_is_complete(
+def _check_nested_partial_sums(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
@@ -151,7 +151,7 @@ def _check_sum_is_complete(
     being_checked[key] = partial_sums
     there = [(d, s) for d, s in enumerate(partial_sums) if s is not NO_TERMS]
     if any(s is not None and s.kind == "linear" for _, s in there):
-        return _check_linear_sum_is_complete(partial_sums, known_complete, being_checked)
+        return _check_linear_op_partial_sums(partial_sums, known_complete, being_checked)
     if not there:
         return "no device has a term"
     whole = [d for d, s in there if s is None]
@@ -159,10 +159,10 @@ def _check_sum_is_complete(
         others = [d for d, _ in there if d != whole[0]]
         return f"device {whole[0]} has the complete value, and devices {others} add to it" if others else None
     boxes = [(d, s) for d, s in there if s is not None]
-    return _check_disjoint_cover(boxes)
+    return _check_index_boxes_cover_all_terms(boxes)
 
 
-def _check_linear_sum_is_complete(
+def _check_linear_op_partial_sums(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
@@ -178,12 +178,12 @@ def _check_linear_sum_is_complete(
         return "the devices have partial sums of different kinds"
     for i in range(forms.pop()[1]):
         parts = [s.operand_sums[i] if s is not None and s.kind == "linear" else s for s in partial_sums]
-        if why := _check_sum_is_complete(parts, known_complete, being_checked):
+        if why := _check_nested_partial_sums(parts, known_complete, being_checked):
             return why
     return None
 
 
-def _check_disjoint_cover(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
+def _check_index_boxes_cover_all_terms(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
     """Check that the devices' index boxes cover all terms without overlap; return why not, or None.
 
     Args:

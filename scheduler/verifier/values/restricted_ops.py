@@ -10,11 +10,11 @@ product as a partial sum of 4 of 8 terms.
 
 >>> def entries(*runs: tuple[int, int]) -> ValueEntries:
 ...     return tuple(((run,), ()) for run in runs)
->>> user = OpInstance((), (Spec((6, 8)), Spec((3, 8))), (Spec((3, 6)),))
->>> rows = OpInstance((), (Spec((2, 8)), Spec((3, 8))), (Spec((3, 2)),))
+>>> user = NodeSpecs((), (Spec((6, 8)), Spec((3, 8))), (Spec((3, 6)),))
+>>> rows = NodeSpecs((), (Spec((2, 8)), Spec((3, 8))), (Spec((3, 2)),))
 >>> infer_result_entries("mul_mat", user, rows, (entries((2, 2), (0, 8)), entries((0, 3), (0, 8)))).axes
 (((((0, 3),), ()), (((2, 2),), ())),)
->>> columns = OpInstance((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
+>>> columns = NodeSpecs((), (Spec((6, 4)), Spec((3, 4))), (Spec((3, 6)),))
 >>> found = infer_result_entries("mul_mat", user, columns, (entries((0, 6), (0, 4)), entries((0, 3), (0, 4))))
 >>> found.partial_sum.index_box
 (((0, 4),),)
@@ -43,7 +43,7 @@ from .index_sets import (
     count_entries,
     find_equivalent_index,
     format_index,
-    intersect_digits,
+    intersect_ignored_digits,
     is_full_index,
     is_valid_broadcast,
     make_full_index,
@@ -52,8 +52,8 @@ from .index_sets import (
     to_factor_digits,
     to_product_digits,
 )
-from .op_instances import AxisEntries, OpInstance, RestrictedResult, TableRows, ValueEntries
-from .partial_sums import make_contraction_sum
+from .op_instances import AxisEntries, InferredEntries, LocalTableRows, NodeSpecs, ValueEntries
+from .partial_sums import make_contraction_partial_sum
 
 SIZE_ATTRS = frozenset({"shape", "start", "stop"})
 """Attributes that state a size. If the op declares `localise`, they may differ between a node and its local version."""
@@ -62,14 +62,14 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 """Attributes that state the local rows of a lookup table (`ops.movement.sharded_tables`)."""
 
 
-class RestrictionError(Exception):
+class NodeMismatchError(Exception):
     """The error that a device's node does not match a node of the user's graph as its local version."""
 
 
 @lru_cache(maxsize=1 << 15)
 def infer_result_entries(
-    op: str, graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
-) -> RestrictedResult | str:
+    op: str, graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
+) -> InferredEntries | str:
     """Infer the result entries that a device's node computes, in terms of a node of the user's graph.
 
     Args:
@@ -87,10 +87,10 @@ def infer_result_entries(
         return (_infer_entries_by_axis_links if declared.links else _infer_entries_by_signature)(
             declared, graph_node, device_node, operand_entries
         )
-    except (RestrictionError, SignatureMismatch) as why:
+    except (NodeMismatchError, SignatureMismatch) as why:
         pairs = list(zip(graph_node.results, device_node.results, strict=True))
         if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # an empty result is always right
-            return RestrictedResult(tuple(_make_empty_entries(u, m) for u, m in pairs), None)
+            return InferredEntries(tuple(_make_empty_entries(u, m) for u, m in pairs), None)
         return str(why)
 
 
@@ -104,14 +104,14 @@ def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
     return make_full_index(axis_size) if entry_count == axis_size else make_full_index(entry_count)
 
 
-def _require_equal_attrs(declared: Op[Any], graph_node: OpInstance, device_node: OpInstance) -> None:
+def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs) -> None:
     """Require equal attributes of a graph node and its local version on a device, except attributes that may differ."""
     theirs, local = device_node.attrs_by_name, list_attrs_that_may_differ(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
             continue
         if repr(found) != repr(value):  # as text NaN equals NaN, and 0.0 differs from -0.0
-            raise RestrictionError(f"attribute {name} is {found!r} and not {value!r}")
+            raise NodeMismatchError(f"attribute {name} is {found!r} and not {value!r}")
 
 
 @cache
@@ -125,7 +125,7 @@ def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
 
 
 @dataclass
-class _DimensionIndices:
+class _DimensionEntries:
     """The device's entries of each dimension of a signature; all operands with a dimension must have the same."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
@@ -153,16 +153,16 @@ def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: 
     """Require that two operands have equivalent entries of an axis; return them with the digits that both ignore."""
     index = find_equivalent_index(*entries, *other_entries)
     if index is None:
-        raise RestrictionError(
+        raise NodeMismatchError(
             f"operands have different entries of {axis_name}: {format_index(entries[0])} and "
             f"{format_index(other_entries[0])}"
         )
-    return index, intersect_digits(entries[1], other_entries[1])
+    return index, intersect_ignored_digits(entries[1], other_entries[1])
 
 
 def _infer_entries_by_signature(
-    declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
-) -> RestrictedResult:
+    declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
+) -> InferredEntries:
     """Infer the result entries of an op that declares a signature, such as ``a[n k], b[m k] -> [m n]``.
 
     1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
@@ -175,7 +175,7 @@ def _infer_entries_by_signature(
     local = declared.resolve_sizes(device_node.src, device_node.attrs_by_name).by_name
     signature = declared.signature_for(attrs)
     unsharded_dimensions = declared.unsharded_dimensions(attrs) if declared.unsharded_dimensions else ()
-    names, roles = _DimensionIndices(), dict[str, DimensionRole]()
+    names, roles = _DimensionEntries(), dict[str, DimensionRole]()
     for operand, spec, part in zip(signature.operands, graph_node.src, operand_entries, strict=False):
         if spec is None or part is None:
             continue
@@ -195,7 +195,7 @@ def _infer_entries_by_signature(
         if role is DimensionRole.COUPLED and not name.isdecimal():
             index, digits = names.entries_by_dimension[name]
             if not is_full_index(index, digits, sizes[name]):
-                raise RestrictionError(
+                raise NodeMismatchError(
                     f"{name} must be whole, but the device has {format_index(index)} of {sizes[name]}"
                 )
             names.entries_by_dimension[name] = (make_full_index(sizes[name]), ())
@@ -216,15 +216,15 @@ def _infer_entries_by_signature(
         (i, n) for (i, _), n in zip(names.contracted_leading_entries, summed[0] if summed else (), strict=False)
     ]
     if any(n == 0 for _, n in contracted):
-        return RestrictedResult(results, None, rows, is_empty_sum=True)
-    return RestrictedResult(
-        results, make_contraction_sum(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows
+        return InferredEntries(results, None, rows, is_empty_sum=True)
+    return InferredEntries(
+        results, make_contraction_partial_sum(tuple(i for i, _ in contracted), tuple(n for _, n in contracted)), rows
     )
 
 
 def _find_local_table_rows(
-    signature: Signature, graph_node: OpInstance, device_node: OpInstance, dimensions: _DimensionIndices
-) -> TableRows | None:
+    signature: Signature, graph_node: NodeSpecs, device_node: NodeSpecs, dimensions: _DimensionEntries
+) -> LocalTableRows | None:
     """Find the rows of a lookup table that the device has, which its attributes `first` and `total` must state.
 
     None means that the device has all rows, or that the op has no table.
@@ -243,13 +243,13 @@ def _find_local_table_rows(
     first, total = local_rows
     assert isinstance(first, int)
     if theirs != (0, 0) or total != size:
-        raise RestrictionError(
+        raise NodeMismatchError(
             f"rows of {table.name} are looked up as {first} of {total!r}, and in the graph as {theirs[0]!r} of {size}"
         )
     own = concatenate_indices([((first, count_entries(index)),)]) if index else ()
     if find_equivalent_index(index, digits, own, ()) is None:
-        raise RestrictionError(f"rows {format_index(index)} of {table.name} are looked up as {format_index(own)}")
-    return None if own == make_full_index(size) else TableRows(table.name, dim.index, own, size)
+        raise NodeMismatchError(f"rows {format_index(index)} of {table.name} are looked up as {format_index(own)}")
+    return None if own == make_full_index(size) else LocalTableRows(table.name, dim.index, own, size)
 
 
 def _add_factor_entries(
@@ -257,7 +257,7 @@ def _add_factor_entries(
     entries: AxisEntries,
     graph_sizes: Mapping[str, int],
     device_sizes: Mapping[str, int],
-    dimensions: _DimensionIndices,
+    dimensions: _DimensionEntries,
 ) -> None:
     """Split an operand's entries of one dimension into entries of its factors, and add them to `dimensions`."""
     index, digits = entries
@@ -265,19 +265,19 @@ def _add_factor_entries(
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
     parts = split_index_into_factors(index, theirs, here)
     if parts is None:
-        raise RestrictionError(f"{format_index(index)} is not a product ({' '.join(dim.factors)})")
+        raise NodeMismatchError(f"{format_index(index)} is not a product ({' '.join(dim.factors)})")
     inner = math.prod(theirs)
     for name, n, part in zip(dim.factors, theirs, parts, strict=True):
         inner = inner // n if n else 0
         if name.isdecimal():
             if part != make_full_index(n):
-                raise RestrictionError(f"the device has {format_index(part)} of the fixed size {name}")
+                raise NodeMismatchError(f"the device has {format_index(part)} of the fixed size {name}")
         else:
             dimensions.add_dimension_entries(name, (part, to_factor_digits(digits, inner, n) if inner else ()))
 
 
 def _combine_factor_entries(
-    dim: Dimension, dimensions: _DimensionIndices, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
+    dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
     """Combine the entries of a dimension's factors to the entries of a result axis; other factors must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
@@ -285,7 +285,7 @@ def _combine_factor_entries(
         n = int(name) if name.isdecimal() else graph_sizes[name]
         theirs.append(n)
         if not name.isdecimal() and name not in dimensions.entries_by_dimension and device_sizes.get(name) != n:
-            raise RestrictionError(f"{name} is {device_sizes.get(name)} and not {n}")
+            raise NodeMismatchError(f"{name} is {device_sizes.get(name)} and not {n}")
         indices.append(dimensions.entries_by_dimension.get(name, (make_full_index(n), ()))[0])
     for at, name in enumerate(dim.factors):
         digits += to_product_digits(dimensions.entries_by_dimension.get(name, ((), ()))[1], math.prod(theirs[at + 1 :]))
@@ -293,7 +293,7 @@ def _combine_factor_entries(
 
 
 def _require_matching_broadcasts(
-    graph_node: OpInstance,
+    graph_node: NodeSpecs,
     operands: Sequence[Any],
     operand_entries: Sequence[ValueEntries | None],
     leading_entries: list[AxisEntries],
@@ -317,7 +317,7 @@ def _require_matching_broadcasts(
             elif not is_valid_broadcast(
                 *part[i], n, leading_entries[shift + i][0], size, operand.leading is LeadingAxes.TILED
             ):
-                raise RestrictionError(
+                raise NodeMismatchError(
                     f"{operand.name} has {format_index(part[i][0])} of {n}, but is repeated over "
                     "entries that need others"
                 )
@@ -325,11 +325,11 @@ def _require_matching_broadcasts(
                 leading_entries[shift + i] = (leading_entries[shift + i][0], ())
 
 
-def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[ValueEntries]) -> None:
+def _require_result_shapes(device_node: NodeSpecs, result_entries: Sequence[ValueEntries]) -> None:
     """Require that the results of a device's node have the shapes of these entries."""
     for spec, axes in zip(device_node.results, result_entries, strict=True):
         if spec.shape != tuple(count_entries(i) for i, _ in axes):
-            raise RestrictionError(
+            raise NodeMismatchError(
                 f"the result is {list(spec.shape)}, its entries are {[format_index(i) for i, _ in axes]}"
             )
 
@@ -338,8 +338,8 @@ def _require_result_shapes(device_node: OpInstance, result_entries: Sequence[Val
 
 
 def _infer_entries_by_axis_links(
-    declared: Op[Any], graph_node: OpInstance, device_node: OpInstance, operand_entries: tuple[ValueEntries | None, ...]
-) -> RestrictedResult:
+    declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
+) -> InferredEntries:
     """Infer the result entries of an op that links operand axes to result axes, such as a slice or a reshape."""
     assert declared.links is not None
     links = declared.links(graph_node.src, graph_node.attrs_by_name)
@@ -348,7 +348,7 @@ def _infer_entries_by_axis_links(
     }
     result, shape = graph_node.results[0], device_node.results[0].shape
     if len(shape) != len(result.shape):
-        raise RestrictionError(f"the result is {list(shape)}, need as many axes as {result}")
+        raise NodeMismatchError(f"the result is {list(shape)}, need as many axes as {result}")
     parts: dict[int, list[tuple[int, bool, AxisEntries]]] = {}
     for link in links:
         part, spec = operand_entries[link.operand], graph_node.src[link.operand]
@@ -359,19 +359,19 @@ def _infer_entries_by_axis_links(
             axis = link.result[0]
             n, own = spec.shape[link.source[0]], part[link.source[0]]
             parts.setdefault(axis, []).append(
-                (start, *_map_linked_axis(link, own, n, result.shape[axis], start, shape[axis]))
+                (start, *_map_linked_axis_entries(link, own, n, result.shape[axis], start, shape[axis]))
             )
         else:
-            _map_reshaped_axes(link, part, spec, graph_node, shape, parts)
+            _map_reshaped_axis_entries(link, part, spec, graph_node, shape, parts)
     _require_whole_unlinked_axes(links, graph_node, operand_entries)
     axes_here = tuple(
         _combine_linked_entries(parts.get(a), n, shape[a], declared.is_view) for a, n in enumerate(result.shape)
     )
     _require_result_shapes(device_node, [axes_here])
-    return RestrictedResult((axes_here,), None)
+    return InferredEntries((axes_here,), None)
 
 
-def _map_linked_axis(
+def _map_linked_axis_entries(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
     """Map the entries of an operand axis to the linked result axis; True if it is only a part of the result axis."""
@@ -380,7 +380,7 @@ def _map_linked_axis(
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
     local_index = slice_index(index, local_start, local_start + local_size, link.start)
     if any(first < 0 or first + k > result_size for first, k in local_index):
-        raise RestrictionError(
+        raise NodeMismatchError(
             f"entries {format_index(slice_index(index, local_start, local_start + local_size))} lie outside "
             f"{link.start}:{link.start + result_size}"
         )
@@ -390,11 +390,11 @@ def _map_linked_axis(
     )
 
 
-def _map_reshaped_axes(
+def _map_reshaped_axis_entries(
     link: AxisLink,
     entries: ValueEntries,
     operand_spec: Spec,
-    graph_node: OpInstance,
+    graph_node: NodeSpecs,
     local_shape: tuple[int, ...],
     collected: dict[int, list[Any]],
 ) -> None:
@@ -404,7 +404,7 @@ def _map_reshaped_axes(
     flat = combine_factor_indices(tuple(entries[a][0] for a in link.source), sizes)
     parts = split_index_into_factors(flat, after, tuple(local_shape[a] for a in link.result))
     if parts is None:
-        raise RestrictionError(f"{format_index(flat)} cannot be split along the axes of {list(after)}")
+        raise NodeMismatchError(f"{format_index(flat)} cannot be split along the axes of {list(after)}")
     digits: IgnoredDigits = ()
     for i, a in enumerate(link.source):
         digits += to_product_digits(entries[a][1], math.prod(sizes[i + 1 :]))
@@ -413,14 +413,14 @@ def _map_reshaped_axes(
 
 
 def _require_whole_unlinked_axes(
-    links: Sequence[AxisLink], graph_node: OpInstance, operand_entries: Sequence[ValueEntries | None]
+    links: Sequence[AxisLink], graph_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
 ) -> None:
     """Require that the device has all entries of operand axes without a link to a result axis."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(graph_node.src, operand_entries, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
             if (operand, a) not in linked and part is not None and not is_full_index(*part[a], n):
-                raise RestrictionError(f"axis {a} must be whole, but the device has {format_index(part[a][0])} of {n}")
+                raise NodeMismatchError(f"axis {a} must be whole, but the device has {format_index(part[a][0])} of {n}")
 
 
 def _combine_linked_entries(
@@ -432,7 +432,7 @@ def _combine_linked_entries(
     """
     if not linked_parts:
         if not is_view and local_size != axis_size:
-            raise RestrictionError(f"an axis of the result has {local_size} of {axis_size} entries, but must be whole")
+            raise NodeMismatchError(f"an axis of the result has {local_size} of {axis_size} entries, but must be whole")
         return _make_prefix_index(axis_size, local_size), ((1, axis_size),) if is_view and axis_size > 1 else ()
     if not any(inside for _, inside, _ in linked_parts):
         common_entries = linked_parts[0][2]
@@ -442,7 +442,7 @@ def _combine_linked_entries(
     at, indices = 0, []
     for start, _, (index, _) in sorted(linked_parts, key=lambda p: p[0]):
         if start != at:
-            raise RestrictionError(f"a part begins at {start} and not at {at}")
+            raise NodeMismatchError(f"a part begins at {start} and not at {at}")
         at += count_entries(index)
         indices.append(index)
     return concatenate_indices(indices), ()

@@ -31,7 +31,7 @@ from ....graph.node import Node, Value
 from .facts import Fact
 from .index_sets import IgnoredDigits, IndexRanges, find_equivalent_index, make_full_index
 from .node_matching import ConsumerTable
-from .op_instances import OpInstance, RestrictedResult, ValueEntries, make_op_instance
+from .op_instances import InferredEntries, NodeSpecs, ValueEntries, make_node_specs
 from .restricted_ops import infer_result_entries
 
 Key: TypeAlias = tuple[object, ...]
@@ -74,8 +74,8 @@ class ValueNumbering:
             if node.is_leaf:
                 self.digits_by_number.append(((),) * len(node.specs[0].shape))
             else:
-                here = make_op_instance(node)
-                self.digits_by_number += self._infer_digits(node.op, here, sources)
+                here = make_node_specs(node)
+                self.digits_by_number += self._infer_ignored_digits(node.op, here, sources)
                 if (node.op, sources) not in self.consumers:
                     self.consumers[node.op, sources] = ConsumerTable(node.op)
                     for place in enumerate(sources):
@@ -83,7 +83,7 @@ class ValueNumbering:
                 self.consumers[node.op, sources].add_consumer(here, numbers)
         return self._numbers_by_key[key]
 
-    def find_operand_numbers(
+    def find_consumer_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
         """Find the operand number lists of the op's consumers: nodes that apply `op` to allowed operands only.
@@ -108,8 +108,8 @@ class ValueNumbering:
             ):
                 yield sources
 
-    def _infer_digits(
-        self, op: str, instance: OpInstance, operand_numbers: Sequence[int | None]
+    def _infer_ignored_digits(
+        self, op: str, instance: NodeSpecs, operand_numbers: Sequence[int | None]
     ) -> list[tuple[IgnoredDigits, ...]]:
         """Infer the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
 
@@ -119,15 +119,17 @@ class ValueNumbering:
             operand_numbers: The number of each operand; None for a missing operand.
         """
         axes = tuple(
-            None if s is None or number is None else self.attach_digits(number, tuple(map(make_full_index, s.shape)))
+            None
+            if s is None or number is None
+            else self.attach_ignored_digits(number, tuple(map(make_full_index, s.shape)))
             for s, number in zip(instance.src, operand_numbers, strict=True)
         )
         inferred_entries = infer_result_entries(op, instance, instance, axes)
-        if isinstance(inferred_entries, RestrictedResult):
+        if isinstance(inferred_entries, InferredEntries):
             return [tuple(digits for _, digits in result) for result in inferred_entries.axes]
         return [((),) * len(r.shape) for r in instance.results]
 
-    def attach_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
+    def attach_ignored_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
         """Attach to the entries of each axis of a value the ignored digits, on which the value does not depend.
 
         Args:
@@ -136,7 +138,7 @@ class ValueNumbering:
         """
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
-    def is_complete_fact_of(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
+    def is_fact_of_complete_entries(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
         """Return whether a fact states that a device value is exactly the given entries of a graph value.
 
         A fact about a partial sum does not state this.

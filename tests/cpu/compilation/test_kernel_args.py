@@ -11,7 +11,7 @@ from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION, kernel
 from hocket.backends.cpu.compilation.kernel_args import declare_args
 from hocket.backends.cpu.kernels.vector.elementwise import make_row_args
 from hocket.backends.cpu.simd.vectors import store_long, store_scalar
-from hocket.backends.fusion.operands import float_bits
+from hocket.backends.fusion.operands import float32_bits
 
 ARGS = declare_args("target pitch[2] factor:f32 rest[*]")
 
@@ -30,7 +30,7 @@ def copy_words(a, thread, threads):
 
 def test_a_kernel_reads_each_argument_by_its_name():
     target = np.zeros(6, np.int64)
-    args = ARGS(rest=(3, -5, 6, -7), factor=float_bits(0.25), pitch=(4, -9), target=target.ctypes.data)
+    args = ARGS(rest=(3, -5, 6, -7), factor=float32_bits(0.25), pitch=(4, -9), target=target.ctypes.data)
     block = np.array(args, np.int64)
     assert KERNEL_FUNCTION(copy_words.address)(block.ctypes.data, 0, 1) == 0
     assert target[[0, 1, 3, 4, 5]].tolist() == [4, -9, -5, 6, -7]
@@ -66,5 +66,5 @@ def test_a_word_that_is_not_declared_is_refused_when_a_kernel_asks_for_it():
 def test_rows_of_operands_have_the_names_of_the_operands():
     args = make_row_args("x factors", "eps:f32")
     assert [*args.fields] == ["walk", "eps"]
-    assert args.first_word("eps") == 4 + 2 * 5
+    assert args.first_word_index("eps") == 4 + 2 * 5
     assert {"columns", "rows", "x", "x_step", "factors", "factors_step"} == {*args.parts}

@@ -93,7 +93,7 @@ def test_the_processor_that_llvm_reports_is_cached_for_this_one(tmp_path, monkey
 
 def test_a_system_that_does_not_tell_of_its_processor_is_asked_each_time(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(target_cpu, "_find_host_cpu_file", lambda: None)
+    monkeypatch.setattr(target_cpu, "_find_host_cpu_cache_file", lambda: None)
     assert target_cpu._find_host_cpu.__wrapped__() == target_cpu._find_host_cpu()
     assert not (tmp_path / "processors").exists()
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hocket.conformance.cases.case import Case
-from hocket.conformance.generate_cases import quick_cases
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.ops import REGISTRY
 
 from ...given import on_arm
@@ -91,7 +91,7 @@ WEIGHT_TYPES = ("f32", "bf16", "q8_0", "q4_1", "q4_K", "q2_K", "q6_K", "iq4_nl",
 
 def choose_products(op: str) -> list[Case]:
     """Up to three cases of the quick run for each type: vectors, few rows and many rows of activations."""
-    cases = [case for case in quick_cases(REGISTRY[op]) if case.operands[0][1].dtype.text in WEIGHT_TYPES]
+    cases = [case for case in select_quick_cases(REGISTRY[op]) if case.operands[0][1].dtype.text in WEIGHT_TYPES]
     chosen = {}
     for case in cases:
         weight, activations = case.operands[0][1], case.operands[1][1]
@@ -101,7 +101,7 @@ def choose_products(op: str) -> list[Case]:
 
 
 def choose_some(*names: str) -> list[Case]:
-    return [case for name in names for case in quick_cases(REGISTRY[name])[::25]]
+    return [case for name in names for case in select_quick_cases(REGISTRY[name])[::25]]
 
 
 @pytest.mark.nightly(cases=1)

@@ -9,7 +9,7 @@ from hocket.backends.cpu.execution.program_binding import find_program_kernels
 from hocket.frontends.inference.device_group import ONE_DEVICE
 from hocket.frontends.models import Step
 from hocket.frontends.open_model import open_model
-from hocket.frontends.precompile_kernels import STEP_TOKEN_COUNTS, list_kernels_to_compile
+from hocket.frontends.precompile_kernels import STEP_TOKEN_COUNTS, list_kernels_to_precompile
 from hocket.scheduler import plan_for_group
 
 from ...given.models.goldens import FIXTURES
@@ -20,7 +20,10 @@ KEYS, VALUES = ONE_DEVICE.cache_dtypes
 
 @pytest.mark.long
 def test_a_first_run_of_a_usual_file_compiles_no_kernel():
-    ready, group = {kernel.name for kernel in list_kernels_to_compile(of_all_types=False)}, find_devices(["cpu:0"], 1)
+    ready, group = (
+        {kernel.name for kernel in list_kernels_to_precompile(of_all_types=False)},
+        find_devices(["cpu:0"], 1),
+    )
     for file in FILES:
         model = open_model(FIXTURES / file / "model.gguf")
         for tokens in STEP_TOKEN_COUNTS:

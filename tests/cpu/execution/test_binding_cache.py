@@ -18,7 +18,7 @@ from hocket.backends.cpu.compilation import compiler
 from hocket.backends.cpu.execution import binding_cache, program_binding
 from hocket.backends.cpu.execution.relocatable_tables import (
     PLACEHOLDER_ZONE,
-    SymbolicMemory,
+    PlaceholderMemory,
     build_relocatable_table,
     make_placeholder_addresses,
     parse_relocatable_table,
@@ -77,7 +77,7 @@ def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: 
     assert not folder.exists()
     assert np.array_equal(compute_outputs(threads), new)
     assert len([*folder.iterdir()]) == 1
-    monkeypatch.setattr(program_binding, "prebind_program", lambda *_: pytest.fail("bound anew"))
+    monkeypatch.setattr(program_binding, "bind_relocatable_program", lambda *_: pytest.fail("bound anew"))
     assert np.array_equal(compute_outputs(threads), new)
 
 
@@ -93,17 +93,17 @@ def test_a_damaged_binding_is_built_again(folder: Path):
 
 def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     whole = compute_outputs(1)
-    monkeypatch.setattr(binding_cache, "find_cached_addresses", lambda names: arguments.pop(0)(names))
+    monkeypatch.setattr(binding_cache, "find_cached_kernel_addresses", lambda names: arguments.pop(0)(names))
     arguments = [lambda names: None]
     assert np.array_equal(compute_outputs(1), whole)
     assert not arguments
-    assert compiler.find_cached_addresses(["rows.no_such_kernel"]) is None
+    assert compiler.find_cached_kernel_addresses(["rows.no_such_kernel"]) is None
 
 
 def test_what_is_read_is_what_was_written(folder: Path):
     backend, device = find_device("cpu:0")
     plan = plan_with_cache(attending(), [(backend.with_threads(2), device)])
-    tables, _ = program_binding.prebind_program(plan.lanes[0].program, 2)
+    tables, _ = program_binding.bind_relocatable_program(plan.lanes[0].program, 2)
     assert tables is not None
     again = parse_relocatable_table(tables.to_bytes())
     assert again is not None
@@ -115,7 +115,7 @@ def test_what_is_read_is_what_was_written(folder: Path):
 
 def test_a_word_that_looks_like_an_address_is_not_cached():
     def is_relocated(word: int) -> bool:
-        memory = SymbolicMemory(make_placeholder_addresses(3)[-1])
+        memory = PlaceholderMemory(make_placeholder_addresses(3)[-1])
         steps = StepTableBuilder(1, table_memory=memory)
         steps.add(make_unary_kernel("copy"), [word], reads=[], writes=[])
         return build_relocatable_table(steps.take_steps(), 1, memory, [64, 128]) is not None

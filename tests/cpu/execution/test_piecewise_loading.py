@@ -135,7 +135,7 @@ def test_little_of_a_file_is_in_memory_while_a_large_weight_is_packed(tmp_path: 
 
     def release() -> None:
         sizes.append(resident(path))
-        file.release(0, file.size)
+        file.release_memory(0, file.size)
         assert not resident(path)
 
     monkeypatch.setattr(cpu, "LOAD_CHUNK_BYTES", spec.nbytes // 8)

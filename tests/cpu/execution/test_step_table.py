@@ -83,7 +83,7 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
     assert np.array_equal(fused, logits())
 
 
-WIDE = count_vector_registers() == MANY_REGISTERS or target_cpu.find_tile_support() is not None
+WIDE = count_vector_registers() == MANY_REGISTERS or target_cpu.find_amx_support() is not None
 """Whether a tile has two groups of vectors, as a gate and its gated values need."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
@@ -117,7 +117,7 @@ def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, t
     names = kernels_of(layers(2, rows, DType.Q8_0), {"x": rows_with_outlier(rows, bad=bad)}, threads)
     unit = ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
     if rows == 20 and threads == 2 and not WIDE:  # each thread has 272 columns, which end within a block of 32
-        unit[2:] = ["rows.binary.swiglu", "rounding.round_rows"]
+        unit[2:] = ["rows.binary.swiglu", "rounding.quantise_activation_rows"]
     if rows < 20:
         unit = ["pairs.pair.q8_0.swiglu"]
     elif rows == 70 and WIDE:
@@ -137,7 +137,7 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
     names = kernels_of(hocket.Graph({"y": y}), {"x": rows_with_outlier(rows, 1024)}, threads)
     if rows < 8 or WIDE:
         pair = "pairs.pair" if rows < 8 else "pairs_many.pair_many"
-        assert names == ["rounding.round_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
+        assert names == ["rounding.quantise_activation_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
 
 
 @pytest.mark.long(cases=1)
@@ -170,8 +170,8 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]] * 30, np.int32)[:rows]
     names = kernels_of(graph, {"x": rows_with_outlier(rows, 64), "ids": chosen}, threads)
     assert ("pairs.pair.q4_0.swiglu" in names) == (rows < 90)
-    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and target_cpu.find_tile_support() is not None)
-    assert names.count("rounding.round_rows") == 1
+    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and target_cpu.find_amx_support() is not None)
+    assert names.count("rounding.quantise_activation_rows") == 1
 
 
 @pytest.mark.long(cases=1)
@@ -199,7 +199,7 @@ def test_whatever_else_reads_a_norm_or_a_unit_finds_it(reader: str, rows: int, t
     unit = ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))
     outputs = {"y": ops.add(x, ops.mul_mat(down, unit)), **read(h, "norm"), **read(unit, "unit")}
     names = kernels_of(hocket.Graph(outputs), {"x": rows_with_outlier(rows)}, threads)
-    assert ("rounding.round_rows" in names) == (reader == "output")
+    assert ("rounding.quantise_activation_rows" in names) == (reader == "output")
 
 
 @pytest.mark.parametrize("reader", ["gate", "up"])

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.matmul import amx_matmul
-from hocket.backends.cpu.kernels.matmul.amx_weights import make_amx_weight
+from hocket.backends.cpu.kernels.matmul.amx_weights import make_amx_weight_type
 from hocket.backends.cpu.kernels.packed.activation_quantisation import (
     PANEL_ROWS,
     SPLIT_KIND,
     TERMS_BY_KIND,
     TILE_ROW_BYTES,
     TILED_KIND,
-    compute_quantised_bytes,
-    round_rows,
+    compute_quantised_activation_bytes,
+    quantise_activation_rows,
 )
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.simd import amx
@@ -50,11 +50,14 @@ def test_rows_are_rounded_side_by_side():
 def test_rows_are_rounded_in_several_formats_at_once(kinds: tuple[int, ...]):
     """As a norm's are where products with several types of weights read them."""
     x = RNG.standard_normal((37, 96)).astype(np.float32)
-    targets = [aligned_scratch(compute_quantised_bytes(*x.shape, kind)) for kind in kinds]
-    words = [(target, compute_quantised_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
+    targets = [aligned_scratch(compute_quantised_activation_bytes(*x.shape, kind)) for kind in kinds]
+    words = [
+        (target, compute_quantised_activation_bytes(1, 96, kind), kind)
+        for target, kind in zip(targets, kinds, strict=True)
+    ]
     for target in targets:
         target[:] = 0
-    assert call(round_rows, x, 4 * 96, *x.shape, len(kinds), *chain.from_iterable(words)) == 0
+    assert call(quantise_activation_rows, x, 4 * 96, *x.shape, len(kinds), *chain.from_iterable(words)) == 0
     for target, kind in zip(targets, kinds, strict=True):
         assert np.array_equal(target, target_of(x, kind))
 
@@ -86,8 +89,11 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, threads = pack_rows(dtype, raw, columns), 3
     scratch, tickets = aligned_scratch(threads * amx_matmul.SCRATCH_BYTES), np.zeros(QUEUE_BYTES, np.uint8)
-    taken = make_amx_weight(dtype)
-    tiles, pitch = target_of(x, taken.activation_kind), compute_quantised_bytes(1, columns, taken.activation_kind)
+    taken = make_amx_weight_type(dtype)
+    tiles, pitch = (
+        target_of(x, taken.activation_kind),
+        compute_quantised_activation_bytes(1, columns, taken.activation_kind),
+    )
     words = (weight, raw.shape[1], rows, columns, tiles, pitch, count)
     products = []
     for order in (range(threads), reversed(range(threads))):
@@ -119,7 +125,7 @@ def test_emulated_tiles_compute_the_same(without: str, tests: list[str]):
 
 
 def test_a_wrong_word_for_tiles_is_refused():
-    script = "from hocket.backends.cpu import target_cpu; target_cpu.find_tile_support()"
+    script = "from hocket.backends.cpu import target_cpu; target_cpu.find_amx_support()"
     surroundings = {**os.environ, "HOCKET_AMX": "yes"}
     done = subprocess.run([sys.executable, "-c", script], env=surroundings, capture_output=True, text=True)
     assert done.returncode == 1

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.matmul import amx_moe, gated_moe_amx
-from hocket.backends.cpu.kernels.matmul.amx_weights import make_amx_weight
+from hocket.backends.cpu.kernels.matmul.amx_weights import make_amx_weight_type
 from hocket.backends.cpu.kernels.packed.activation_quantisation import (
     PANEL_ROWS,
     TILE_ROW_BYTES,
     TILED_KIND,
-    compute_quantised_bytes,
+    compute_quantised_activation_bytes,
 )
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.steps.work_queue import QUEUE_BYTES
@@ -55,10 +55,10 @@ class Prompt:
 
     def run(self, kernel, weights, y: np.ndarray, rounding: tuple) -> None:
         """By a thread that does all, and two for which it leaves nothing."""
-        kind = make_amx_weight(self.dtype).activation_kind
-        stride, pitch = self.raw[0].shape[1], compute_quantised_bytes(1, self.columns, kind)
+        kind = make_amx_weight_type(self.dtype).activation_kind
+        stride, pitch = self.raw[0].shape[1], compute_quantised_activation_bytes(1, self.columns, kind)
         scratch, tickets = (
-            aligned_scratch(THREADS * amx_moe.compute_moe_scratch_bytes(pitch)),
+            aligned_scratch(THREADS * amx_moe.compute_amx_moe_scratch_bytes(pitch)),
             np.zeros(QUEUE_BYTES, np.uint8),
         )
         words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, kind), pitch)
@@ -77,7 +77,7 @@ def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns:
     prompt = Prompt(dtype, rows, columns, tokens, shared)
     y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), pack_rows(dtype, prompt.raw[0], columns)
     second = weight[16 * prompt.raw[0].shape[1] :]
-    prompt.run(amx_moe.make_single_amx_moe_kernel(make_amx_weight(dtype)), (weight, second), y, (0,))
+    prompt.run(amx_moe.make_single_weight_amx_moe_kernel(make_amx_weight_type(dtype)), (weight, second), y, (0,))
     want, size = prompt.products(prompt.raw[0])
     assert (np.abs(y[:, :rows] - want) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
@@ -90,10 +90,10 @@ def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: 
     prompt = Prompt(dtype, rows, columns, 300, 1)
     weights, y = [pack_rows(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
     tiles, pitch = (
-        aligned_scratch(compute_quantised_bytes(600, rows, TILED_KIND)),
-        compute_quantised_bytes(1, rows, TILED_KIND),
+        aligned_scratch(compute_quantised_activation_bytes(600, rows, TILED_KIND)),
+        compute_quantised_activation_bytes(1, rows, TILED_KIND),
     )
-    prompt.run(gated_moe_amx.make_gated_moe_kernel(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED_KIND))
+    prompt.run(gated_moe_amx.make_gated_moe_matmul_kernel(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED_KIND))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()

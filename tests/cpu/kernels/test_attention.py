@@ -101,7 +101,7 @@ def close(
     exact = [known[name].astype(np.float64) if name in known else None for name in ("q", "k", "v", "mask", "sinks")]
     kernels = {step.kernel for step in run.measure()[0]}
     assert "NumPy" not in kernels
-    if cache in TILED and tokens >= MIN_PREFILL_TOKENS and target_cpu.find_tile_support():
+    if cache in TILED and tokens >= MIN_PREFILL_TOKENS and target_cpu.find_amx_support():
         assert f"attention_tiled.attend.{cache}.{cache}" in kernels
     return (
         np.array_equal(found, again) and np.abs(found - REGISTRY["attention"].reference(*exact, **attrs)).max() < error

@@ -49,12 +49,12 @@ def test_packing_loses_nothing(dtype: DType):
         np.zeros(1024, np.uint8),
     )
     words = (weight, raw.shape[1], rows, columns, ids, out, 4 * columns, rows, scratch)
-    assert call(weight_packing.make_unpack_kernel(FORMATS[dtype]), *words) == 0
+    assert call(weight_packing.make_unpack_rows_kernel(FORMATS[dtype]), *words) == 0
     assert np.array_equal(out, dequantise(raw, dtype)[ids])
     ids[3] = rows
-    assert call(weight_packing.make_unpack_kernel(FORMATS[dtype]), *words) == weight_packing.INVALID_ROW | rows << 8, (
-        "a row that is not there"
-    )
+    assert (
+        call(weight_packing.make_unpack_rows_kernel(FORMATS[dtype]), *words) == weight_packing.INVALID_ROW | rows << 8
+    ), "a row that is not there"
 
 
 @pytest.mark.parametrize("zero", [0, 8])
@@ -83,7 +83,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero_point)
     y = np.full((count, rows), np.nan, np.float32)
-    form, blocks = FORMATS[dtype], packed_matmul.make_packed_tiling(FORMATS[dtype])
+    form, blocks = FORMATS[dtype], packed_matmul.make_packed_weight_tiling(FORMATS[dtype])
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch_bytes, np.uint8)
     ticket_bytes = np.zeros(work_queue.QUEUE_BYTES, np.uint8)
     for thread in range(2):
@@ -200,7 +200,7 @@ from pathlib import Path
 from hocket.backends.cpu import compiler
 from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION
 compiler.PRECOMPILED_FOLDER = Path("nowhere")
-from hocket.backends.cpu.kernels.packed.activation_quantisation import round_rows
+from hocket.backends.cpu.kernels.packed.activation_quantisation import quantise_activation_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, 1, q.ctypes.data, 56, 0], np.int64)
 assert KERNEL_FUNCTION(round_rows.address)(words.ctypes.data, 0, 1) == 0
@@ -317,7 +317,7 @@ from pathlib import Path
 from hocket.backends.cpu import compiler
 from hocket.backends.cpu.kernels import loop
 compiler.PRECOMPILED_FOLDER = Path(sys.argv[1])
-compiler.precompile_kernels([loop.run])
+compiler.precompile_kernels([loop.run_step_table])
 """
 MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
 """Numbers of ELF."""
@@ -333,11 +333,11 @@ def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
     assert code is not None
     assert code[:4] == b"\x7fELF"
     assert int.from_bytes(code[18:20], "little") == MACHINES[target]
-    assert b"hocket.loop.run" in code
+    assert b"hocket.loop.run_step_table" in code
 
 
 def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    one = step_loop.run
+    one = step_loop.run_step_table
     monkeypatch.setattr(compiler, "PRECOMPILED_FOLDER", tmp_path)
     file = tmp_path / target_cpu.PRECOMPILED_TARGETS[1].name / compiler._cache_file_name(one)
     monkeypatch.setattr(
@@ -373,8 +373,8 @@ def test_the_worked_example_of_digits_to_base_3_holds():
 
 
 def test_a_code_book_keeps_its_entries_in_every_order():
-    numbers = iq1_codes._number_entries()
-    assert sorted(iq1_codes.order_entries()) == sorted(numbers) == [*range(2048)]
+    numbers = iq1_codes._compute_iq1_entry_numbers()
+    assert sorted(iq1_codes.order_iq1_entries()) == sorted(numbers) == [*range(2048)]
 
 
 def test_a_kernel_that_may_raise_is_refused():

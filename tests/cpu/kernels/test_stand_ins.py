@@ -21,7 +21,7 @@ def test_every_op_of_a_listed_architecture_has_a_compiled_kernel(name, tokens, t
     backend = CpuBackend(1)
     graph = load_model(open_gguf(write_model(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))
     (lane,) = plan_for_group(graph, [(backend, backend.device(0))]).lanes
-    assert {lane.program.instructions[position].op for position in lane.stand_ins()} == set()
+    assert {lane.program.instructions[position].op for position in lane.find_numpy_fallback_positions()} == set()
 
 
 def test_a_plan_names_the_ops_that_numpy_computes():

@@ -12,13 +12,13 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.device_limits import find_limits
 from hocket.backends.cupy.device.driver import AddressSpan, KernelSource, find_kernel_path, read_kernel_text
-from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
-from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
+from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_budget_violations
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_with_counters
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.fusion.operands import BoundInstruction, Operand
 from hocket.cli import main
-from hocket.conformance.reports.emulator_checks import collect_counters
+from hocket.conformance.reports.emulator_checks import collect_launch_counters
 from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
@@ -57,12 +57,12 @@ def count_walk(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
     operands = [Operand(driver.address(m), Tensor(i, 0, (SIZE + 1,), (1,), DType.F32)) for i, m in enumerate(memory)]
     launches = LaunchBuilder(upload_array=lambda array: 0)
     launches.add_launch(SOURCE[kernel], 1, 32, [load, first, store, put, get, *operands])
-    return run_counted(launches.items[0])
+    return run_with_counters(launches.items[0])
 
 
 @pytest.mark.parametrize("kernel", NAMES)
 def test_adjacent_lanes_have_the_smallest_cost(kernel):
-    assert list_violations(count_walk(kernel=kernel)) == []
+    assert list_budget_violations(count_walk(kernel=kernel)) == []
     costs = {site.access_kind: (site.requests, site.cost, site.minimum_cost) for site in count_walk().sites}
     assert costs == {
         "global load of 4 bytes": (1, 4, 4),
@@ -91,7 +91,7 @@ def test_what_is_planted_is_counted_and_named(steps, what, cost):
     found = count_walk(**steps)
     (site,) = (site for site in found.sites if site.access_kind.startswith(what))
     assert (site.requests, site.cost) == (1, cost)
-    assert any(f"a {site.access_kind}" in why for why in list_violations(found))
+    assert any(f"a {site.access_kind}" in why for why in list_budget_violations(found))
 
 
 @pytest.mark.parametrize("step", [2, 4, 8])
@@ -119,16 +119,18 @@ def test_what_is_allowed_is_one_line():
 @pytest.mark.parametrize("case", MAIN_PATH_CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""
-    found = collect_counters([case])
+    found = collect_launch_counters([case])
     assert found
-    assert [why for counted in found for why in (*list_violations(counted), *find_access_regressions(counted))] == []
+    assert [
+        why for counted in found for why in (*list_budget_violations(counted), *find_access_regressions(counted))
+    ] == []
 
 
 @pytest.mark.parametrize("kernel", MEMORY_REQUESTS)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
     driver, (graph, requests) = CountingDriver(), MEMORY_REQUESTS[kernel]
     run_graph(graph(False), True, backend=DriverBackend(driver))
-    assert list_violations(driver.counters[kernel]) == []
+    assert list_budget_violations(driver.counters[kernel]) == []
     assert sum(site.requests for site in driver.counters[kernel].sites) <= MORE * requests
 
 
@@ -146,17 +148,17 @@ def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     collective.bind_peer_collective(launches, call, collective.PeerGroup(0, room.ctypes.data, 1.0, peers))
     (launch,) = (item for item in launches.items if item.kernel.name == "sum_parts<float>")
     spans = tuple(AddressSpan(0, array.ctypes.data, array.ctypes.data + array.nbytes) for array in (x, y, sum_x, sum_y))
-    counted = run_counted(replace(launch, spans=spans))
-    assert list_violations(counted) == []
+    counted = run_with_counters(replace(launch, spans=spans))
+    assert list_budget_violations(counted) == []
     assert counted.block_requested_bytes == counted.requested_bytes == 4 * SUMMED * 4 // 2
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):
     monkeypatch.setattr(tiled, "MIN_BF16_TILES", 1)  # one tile stands for many
-    found = collect_counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
+    found = collect_launch_counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
     assert [counted.launch.kernel.name for counted in found] == ["split_rows<bf16_bits, 1>", "tiled_packed<Q4_K>"]
     assert [counted.copies_in_flight for counted in found] == [None, 2]
-    assert [why for counted in found for why in list_violations(counted)] == []
+    assert [why for counted in found for why in list_budget_violations(counted)] == []
 
 
 @pytest.mark.parametrize(
@@ -170,10 +172,10 @@ def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeyp
 )
 def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, monkeypatch):
     monkeypatch.setattr(tiled, "FULL_DEVICE_TILES", 1)
-    found = collect_counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
+    found = collect_launch_counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
     assert found[-1].launch.kernel.name == kernel
     assert found[-1].copies_in_flight == 3 - terms, "shared memory has room for as many stages"
-    assert [why for counted in found for why in list_violations(counted)] == []
+    assert [why for counted in found for why in list_budget_violations(counted)] == []
     (read,) = (site for site in found[-1].sites if site.source_line.startswith("wgmma.cuh"))
     # A product reads 64 x 16 and 256 x 16 numbers: four wavefronts for 32 lanes, wherever they lie.
     products = 256 // 16 * 2 * terms
@@ -185,11 +187,11 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
 def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
     columns = 256 * shares
     with tiles_of(lambda *_: (tiled.CLUSTER_TILE, shares)):
-        found = collect_counters([f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"])
+        found = collect_launch_counters([f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"])
     names = [counted.launch.kernel.name for counted in found]
     assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
     assert [counted.copies_in_flight for counted in found] == [None, 3 - terms]
-    assert [why for counted in found for why in list_violations(counted)] == []
+    assert [why for counted in found for why in list_budget_violations(counted)] == []
     (read,) = (site for site in found[-1].sites if site.source_line.startswith("wgmma.cuh"))
     products = columns // 16 * 4 * terms  # 64 x 16 and 256 x 16 numbers each
     assert read.cost == read.minimum_cost == products * (64 + 256) * 16 * 2 // 128
@@ -199,7 +201,7 @@ PROMPT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale
 
 
 def test_attention_by_warpgroups_reads_no_more_than_it_must():
-    (found,) = collect_counters([PROMPT])
+    (found,) = collect_launch_counters([PROMPT])
     assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
     # Per warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, which have their weights in registers.
@@ -209,16 +211,16 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
 
 def test_attention_by_single_warps_asks_for_no_more_than_it_must():
     with by_warps():
-        (found,) = collect_counters([PROMPT])
+        (found,) = collect_launch_counters([PROMPT])
     assert found.launch.kernel.name == "attend_short<bf16_bits, 128, 128, 64, 2, 8, false>"
-    assert (list_violations(found), found.copies_in_flight) == ([], 1)
+    assert (list_budget_violations(found), found.copies_in_flight) == ([], 1)
 
 
 def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
     (case,) = (case for case in MAIN_PATH_CASES if case.startswith("gated_delta_net(q=f32[70"))
-    prepare, scan = collect_counters([case], find_limits("80"))
+    prepare, scan = collect_launch_counters([case], find_limits("80"))
     assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
-    assert [why for counted in (prepare, scan) for why in list_violations(counted)] == []
+    assert [why for counted in (prepare, scan) for why in list_budget_violations(counted)] == []
     assert (prepare.copies_in_flight, scan.copies_in_flight) == (None, 1)
 
 

@@ -13,13 +13,13 @@ import pytest
 from hocket.backends.cupy import program_binding
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_budget_violations
 from hocket.backends.cupy.emulation.access_counters import CountingDriver
 from hocket.backends.cupy.kernel_resources import compile_resource_rows, read_resource_table
 from hocket.backends.cupy.kernel_table import FUSED, SOURCES
 from hocket.backends.cupy.kernels import elementwise
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.reports.emulator_checks import collect_counters
+from hocket.conformance.reports.emulator_checks import collect_launch_counters
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import parse_simulated_group, plan, plan_for_group
 
@@ -67,7 +67,7 @@ def test_what_is_asked_of_memory_in_vain_is_counted(what):
     is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
         counted = launches_of(Planting(file, good, bad), case)
-    assert [why for of in counted for why in list_violations(of)] + [
+    assert [why for of in counted for why in list_budget_violations(of)] + [
         why for of in counted * is_recorded for why in find_access_regressions(of)
     ]
 
@@ -88,7 +88,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 @pytest.mark.parametrize("threads", [32, 512])
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
     monkeypatch.setattr(elementwise, "ELEMENTWISE_THREADS", threads)
-    (launch,) = collect_counters([ADD])
+    (launch,) = collect_launch_counters([ADD])
     assert [*find_access_regressions(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 

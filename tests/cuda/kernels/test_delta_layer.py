@@ -10,13 +10,13 @@ import pytest
 
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.emulation.access_budget import list_violations
-from hocket.backends.cupy.emulation.access_counters import run_counted
+from hocket.backends.cupy.emulation.access_budget import list_budget_violations
+from hocket.backends.cupy.emulation.access_counters import run_with_counters
 from hocket.backends.cupy.kernels.recurrent.short_convolution import (
     DeltaNetInputs,
     DeltaNetWeights,
-    launch_delta_inputs,
-    launch_gated_norm,
+    launch_delta_net_inputs,
+    launch_gated_rms_norm,
 )
 
 from ...given.devices.delta_launches import NOTHING, ORDERS, compute_worst_errors, copy_aligned, operand, run
@@ -80,7 +80,7 @@ def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.nd
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
     layer = DeltaNetWeights(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
     source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))
-    launch_delta_inputs(
+    launch_delta_net_inputs(
         launches, *source, layer, DeltaNetInputs(**{name: operand(x) for name, x in outputs.items()}), EPS
     )
     return launches.items, outputs
@@ -110,7 +110,7 @@ def test_the_rows_that_a_convolution_keeps_take_the_place_of_the_old_ones(tokens
 def test_inputs_ask_memory_for_no_more_than_they_must():
     problem = parts(128, 2, 4, 1, 1)  # the launch knows addresses alone
     (launch,), _ = bind_inputs(problem)
-    assert list_violations(run_counted(launch)) == []
+    assert list_budget_violations(run_with_counters(launch)) == []
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
@@ -122,7 +122,7 @@ def test_the_gated_norm_is_norm_weight_and_gate(size: int):
         copy_aligned(np.full(x.shape, NOTHING, np.float32)),
     )
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data)
-    launch_gated_norm(launches, *map(operand, (x, z, w, out)), EPS)
+    launch_gated_rms_norm(launches, *map(operand, (x, z, w, out)), EPS)
     run(launches.items)
     wide = x.astype(np.float64)
     expected_arrays = (

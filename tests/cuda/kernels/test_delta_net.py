@@ -273,7 +273,7 @@ def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact:
             carried = binding.bind_states(launches, call, rule.sequences, rule.tokens)
             chunk = binding.ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
             memory = binding.allocate_chunk_scratch(launches, rule, rule.tokens, chunk)
-            binding.launch_chunks(launches, rule, carried, memory, chunk, values)
+            binding.launch_delta_rule_by_chunks(launches, rule, carried, memory, chunk, values)
 
         bound = bind(p, exact=exact, launch=launch, limits=limits)
         check(p, bound, EXACT if exact else FAST)
@@ -308,5 +308,7 @@ def test_a_step_of_128_keys_has_no_spills_and_80_registers_or_fewer():
 def test_sizes_in_bytes_fit_a_block_of_a_device():
     """227 KiB: devices of compute capability 9.0 and 10.0."""
     for chunk in binding.CHUNK_VARIANTS:
-        of_scans = [chunk.compute_scan_bytes(values, cluster) for values in binding.SLICE_ROWS for cluster in (1, 2)]
-        assert max(chunk.compute_prepare_bytes(2), *of_scans) <= 227 * 1024
+        of_scans = [
+            chunk.compute_scan_shared_bytes(values, cluster) for values in binding.SLICE_ROWS for cluster in (1, 2)
+        ]
+        assert max(chunk.compute_prepare_shared_bytes(2), *of_scans) <= 227 * 1024

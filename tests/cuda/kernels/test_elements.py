@@ -14,10 +14,10 @@ from hocket.backends.cupy.kernels.elementwise import (
     ELEMENTS_PER_THREAD,
     ELEMENTWISE_THREADS,
     MIN_MULTI_ELEMENT_COUNT,
-    count_element_blocks,
+    count_elementwise_blocks,
 )
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.generate_cases import quick_cases
+from hocket.conformance.generate_cases import select_quick_cases
 from hocket.ops import REGISTRY
 
 from ...given.devices.emulation import FaultyDriver, needs_compiler
@@ -31,14 +31,14 @@ ROUNDS = parse_case(
 
 def outcomes(driver, op):
     backend = DriverBackend(driver)
-    return {run_case(case, backend, backend.device(0)).outcome for case in quick_cases(REGISTRY[op])}
+    return {run_case(case, backend, backend.device(0)).outcome for case in select_quick_cases(REGISTRY[op])}
 
 
 def test_kernels_and_bindings_agree_how_many_elements_a_thread_takes():
     assert f"constexpr int ELEMENTS = {ELEMENTS_PER_THREAD};" in read_kernel_text("elements.cuh")
-    assert count_element_blocks(MIN_MULTI_ELEMENT_COUNT) == MIN_MULTI_ELEMENT_COUNT // ELEMENTWISE_THREADS
+    assert count_elementwise_blocks(MIN_MULTI_ELEMENT_COUNT) == MIN_MULTI_ELEMENT_COUNT // ELEMENTWISE_THREADS
     assert (
-        count_element_blocks(MIN_MULTI_ELEMENT_COUNT + 1)
+        count_elementwise_blocks(MIN_MULTI_ELEMENT_COUNT + 1)
         == MIN_MULTI_ELEMENT_COUNT // ELEMENTWISE_THREADS // ELEMENTS_PER_THREAD + 1
     )
 

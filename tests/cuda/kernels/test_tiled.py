@@ -84,7 +84,7 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
     split = "split_tiles" if tile == tiled.CLUSTER_TILE else "split_rows"
     assert f"{split}<{CUDA_TYPE_NAMES[dtype]}, {terms}>" in driver.names
-    left_out = tiled.find_rounding_error(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
+    left_out = tiled.find_activation_rounding_error(dtype, is_exact=False) if terms == 1 else LEFT_OUT[dtype]
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
 

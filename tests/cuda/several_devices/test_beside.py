@@ -172,8 +172,8 @@ MISSING = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("what", MISSING)
 def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
-    queued = ordered.queue_launches
-    monkeypatch.setattr(ordered, "queue_launches", lambda steps: MISSING[what](queued(steps)))
+    queued = ordered.queue_launches_in_streams
+    monkeypatch.setattr(ordered, "queue_launches_in_streams", lambda steps: MISSING[what](queued(steps)))
     assert find_disorders_beside()
 
 
@@ -190,9 +190,9 @@ def on_devices(monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield lambda: running(cuda_driver.CudaBackend())[1]
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def no_fork(stream, event, wait):

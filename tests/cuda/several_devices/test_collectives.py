@@ -238,9 +238,9 @@ def devices(request, monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield cuda_driver.CudaBackend(), cupy.cuda.runtime, request.param
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @pytest.mark.long(cases=1)

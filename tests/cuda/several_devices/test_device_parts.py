@@ -38,9 +38,9 @@ def backend(monkeypatch):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     yield cuda_driver.CudaBackend()
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def mlp(rows=8, columns=12):
@@ -112,7 +112,7 @@ def test_parts_of_one_gpu_run_collectives_through_the_host(case, backend, monkey
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert not backend.driver.can_access_peers(rig.describe_transport.devices)
-    assert not any(replay._collectives.transport.launches_collectives for replay in rig.replays)
+    assert not any(replay._collectives.transport.has_device_collectives for replay in rig.replays)
     assert backend.driver.stream(rig.describe_transport.devices[0]) is not backend.driver.stream(
         rig.describe_transport.devices[1]
     )

@@ -40,20 +40,20 @@ pytestmark = needs_compiler
 @pytest.fixture(autouse=True)
 def _time_to_give_up(monkeypatch):
     """Set the time to give up to an hour: patience limits only the wait for absent devices."""
-    give_up = watch.HangWatchdog._abort
+    give_up = watch.HangWatchdog._abort_collectives
 
     def without_haste(self):
         self.comm.timeout = WAIT_SECONDS
         give_up(self)
 
-    monkeypatch.setattr(watch.HangWatchdog, "_abort", without_haste)
+    monkeypatch.setattr(watch.HangWatchdog, "_abort_collectives", without_haste)
 
 
 @pytest.fixture
 def nccl_backend(monkeypatch):
     """The backend of devices that only NCCL joins."""
     yield backend_of(monkeypatch, are_peers=False)
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def both(monkeypatch):
     """Build a backend of devices that also reach each other's memory, with a low limit for large sums."""
     monkeypatch.setattr(transport, "MIN_LIBRARY_BYTES", 1024)
     yield backend_of(monkeypatch, are_peers=True)
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def assert_equal_results(found, expected):

@@ -35,7 +35,7 @@ X = RNG.standard_normal((3, WIDTH), np.float32)
 def only_nccl(monkeypatch):
     """NCCL; devices of the backend have no other way to meet."""
     yield backend_of(monkeypatch, are_peers=False)[1]
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
 
 
 def layers():

@@ -33,7 +33,7 @@ def backend(request, monkeypatch):
     else:
         monkeypatch.setattr("hocket.backends.cupy.collectives.transport.MIN_LIBRARY_BYTES", 1024)
         yield backend_of(monkeypatch, are_peers=request.param == "both")[0]
-        cuda_driver._load_module.cache_clear()
+        cuda_driver._compile_and_load_module.cache_clear()
 
 
 def round_to_bf16(x):

@@ -34,7 +34,7 @@ class Known:
 
 @pytest.fixture(autouse=True)
 def known_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "MemoryReadTest", Known)
+    monkeypatch.setattr(bench, "MemoryBandwidthTest", Known)
 
 
 def test_every_test_runs_on_every_number_of_threads(capsys: Capture) -> None:
@@ -68,10 +68,10 @@ LLAMA_BENCH = {
 
 def test_every_form_has_the_names_of_llama_bench(capsys: Capture) -> None:
     row = {
-        **bench.describe_model(open_model(TINY)),
+        **bench.make_model_columns(open_model(TINY)),
         **dict.fromkeys(("n_batch", "n_ubatch", "n_threads"), 1),
         **{"split_mode": "auto", "devices": "it's", "tensor_split": ""},
-        **bench.result_row(bench.BenchmarkTest(bench.NEW_KIND, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
+        **bench.make_result_row(bench.BenchmarkTest(bench.NEW_KIND, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
     }
     assert row.keys() >= LLAMA_BENCH | {"samples_ns", "samples_ts"}
     assert (row["n_prompt"], row["n_gen"], row["n_depth"], row["avg_ns"], row["avg_ts"]) == (0, 4, 8, 375000000, 12)
@@ -109,7 +109,7 @@ def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
     model = open_model(TINY)
     whole = sum(t.nbytes for t in model.gguf.tensors.values())
     row = model.gguf.tensors["token_embd.weight"].row_bytes
-    assert whole <= bench.count_weight_bytes(model) <= whole + 16 * row
+    assert whole <= bench.count_weight_bytes_per_token(model) <= whole + 16 * row
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cpu"])
@@ -117,7 +117,9 @@ def test_weights_are_counted_in_the_types_in_which_a_device_reads_them(kind: str
     model, (backend, _) = open_model(TINY), find_device(f"{kind}:0")
     specs = [v.spec for v in model.graph(Step(1, 1, 256, 256, 1)).weights]
     growth = sum(backend.storage_spec(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
-    assert bench.count_weight_bytes(model, backend) / bench.count_weight_bytes(model) == pytest.approx(growth, rel=0.01)
+    assert bench.count_weight_bytes_per_token(model, backend) / bench.count_weight_bytes_per_token(
+        model
+    ) == pytest.approx(growth, rel=0.01)
     assert (growth > 3) == (kind == "numpy")
 
 

@@ -17,7 +17,7 @@ import pytest
 import hocket
 from hocket.cli import main
 from hocket.frontends.commands import COMMAND_HELP, devices, logits, run
-from hocket.frontends.commands.perplexity import compute_nll
+from hocket.frontends.commands.perplexity import compute_token_nll
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.open_model import open_model
@@ -231,7 +231,7 @@ def test_perplexity_scores_the_second_half_of_each_chunk(capsys: Capture, tmp_pa
     for start in range(0, len(tokens) - size + 1, size):
         chunk = tokens[start : start + size]
         main(["logits", TINY, "--tokens", ",".join(map(str, chunk)), "--exact", "--out", str(tmp_path / "logits.npy")])
-        nll.append(compute_nll(np.load(tmp_path / "logits.npy")[7:14], chunk[8:]))
+        nll.append(compute_token_nll(np.load(tmp_path / "logits.npy")[7:14], chunk[8:]))
     assert main(["perplexity", TINY, str(tmp_path / "text.txt"), "-c", str(size), "--exact"]) == 0
     out = capsys.readouterr().out
     assert f"{len(nll)} chunks of 15 tokens, {7 * len(nll)} tokens scored" in out
@@ -244,7 +244,7 @@ def test_likelihoods_are_those_of_a_softmax_in_float64() -> None:
     targets = rng.integers(0, 40, 150).tolist()
     p = np.exp(x.astype(np.longdouble))
     want = -np.log(p[np.arange(150), targets] / p.sum(-1))
-    np.testing.assert_allclose(compute_nll(x, targets), want.astype(float), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(compute_token_nll(x, targets), want.astype(float), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("context", "words"), [("512", "tokens; one chunk needs 512"), ("2", "at least 3")])

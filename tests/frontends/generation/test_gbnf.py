@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.gbnf import convert_to_lark
+from hocket.frontends.generation.gbnf import convert_gbnf_to_lark
 
 llguidance = pytest.importorskip("llguidance")
 END, SPECIAL, PIECE = 256, 257, 258
@@ -31,7 +31,7 @@ VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Words()), len(Wo
 
 
 def lark_text(grammar: str) -> str:
-    return convert_to_lark(grammar, {"<|im_start|>": SPECIAL}.get, len(Words.tokens), frozenset([END]))
+    return convert_gbnf_to_lark(grammar, {"<|im_start|>": SPECIAL}.get, len(Words.tokens), frozenset([END]))
 
 
 def matcher(grammar: str):

@@ -19,7 +19,7 @@ from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import (
     GenerationParams,
     Timing,
-    compile_ahead,
+    compile_generation_plans,
     generate_tokens,
     sample_tokens,
     stream_text,
@@ -186,7 +186,7 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
 
 
 def test_plans_before_a_generation_count_as_plans_and_kernels(session: Session) -> None:
-    timing = compile_ahead(session, [100, 200, 300], GenerationParams(5, GREEDY))
+    timing = compile_generation_plans(session, [100, 200, 300], GenerationParams(5, GREEDY))
     planning_seconds = timing.planning
     assert planning_seconds >= session.planning_seconds > 0
     assert (

@@ -277,9 +277,9 @@ def test_values_are_had_by_key_and_kind(tmp_path: Path) -> None:
     assert (m.get("i", int), m.require("f", float), m.get("b", bool), m.get("none", str, "x")) == (3, 0.5, True, "x")
     assert type(m.get("i", float)) is float
     assert m.get("none", int) is None
-    assert m.per_layer("i", int, 2) == (3, 3)
-    assert m.per_layer("a", int, 2) == (1, 2)
-    assert m.per_layer("none", float, 2, 1.5) == (1.5, 1.5)
+    assert m.read_per_layer("i", int, 2) == (3, 3)
+    assert m.read_per_layer("a", int, 2) == (1, 2)
+    assert m.read_per_layer("none", float, 2, 1.5) == (1.5, 1.5)
 
 
 def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
@@ -291,9 +291,9 @@ def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
         (m.get, ("i", MetadataArray), "i is int 3", "need an array"),
         (m.get, ("a", str), "a is array int32[3]", "need a string"),
         (m.strings, ("a",), "int32[3]", "strings"),
-        (m.per_layer, ("a", int, 4), "int32[3]", "4 layers"),
-        (m.per_layer, ("a", bool, 2), "a is int 1", "need a boolean"),
-        (m.per_layer, ("none", int, 2), "none is missing"),
+        (m.read_per_layer, ("a", int, 4), "int32[3]", "4 layers"),
+        (m.read_per_layer, ("a", bool, 2), "a is int 1", "need a boolean"),
+        (m.read_per_layer, ("none", int, 2), "none is missing"),
         (open_gguf(SMALL).numbers, ("tokenizer.ggml.tokens",), "string[96]", "numbers"),
         (open_gguf(SMALL).tensor, ("token_embed.weight",), "did you mean token_embd.weight"),
     ]

@@ -124,7 +124,10 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
 def test_a_short_text_is_merged_as_with_the_whole_vocabulary(text: str) -> None:
     for tokenizer in (TOKENIZER, *map(tokenizer_from_metadata, (byte_level(), sentence_piece(), gemma4()))):
         merger = tokenizer._model_cache
-        ids = [m.encode(text, add_special_tokens=False).ids for m in (merger.choose_model(text), merger._full_model)]
+        ids = [
+            m.encode(text, add_special_tokens=False).ids
+            for m in (merger.choose_model_for_text(text), merger._full_model)
+        ]
         assert ids[0] == ids[1], (tokenizer, text)
 
 
@@ -388,11 +391,11 @@ def test_a_text_inside_another_begins_without_a_space() -> None:
     tokenizer = tokenizer_from_metadata(sentence_piece())
     assert tokenizer.decode(tokenizer.encode("ab", add_special=False)) == "ab"
     assert tokenizer.encode("ab", add_special=False) == [264]
-    assert tokenizer.encode_inside("ab") == [263]
-    assert tokenizer.encode_inside("<s>")[0] != 1
-    assert tokenizer.encode_further("ab", last=263) == [263]
-    assert tokenizer.encode_further("ab", last=2) == [264]
-    assert tokenizer.encode_further("</s>ab", last=263) == [2, 264]
+    assert tokenizer.encode_continuation("ab") == [263]
+    assert tokenizer.encode_continuation("<s>")[0] != 1
+    assert tokenizer.encode_chat_continuation("ab", last=263) == [263]
+    assert tokenizer.encode_chat_continuation("ab", last=2) == [264]
+    assert tokenizer.encode_chat_continuation("</s>ab", last=263) == [2, 264]
 
 
 def merged_by_scores(text: str, where: Mapping[str, int], scores: Sequence[float]) -> list[int]:

@@ -120,7 +120,7 @@ def test_sarvam_merges_text_and_leaves_bos_to_the_file() -> None:
 def test_each_line_of_mmbert_begins_with_a_space_and_each_space_a_word() -> None:
     tokenizer = raw("mmbert", "▁ a b ▁a a▁", ("a ▁", "▁ a"))
     assert token_texts(tokenizer, "ab a\nb\n\n a  ") == ["▁a", "b", "▁a", "\n", "▁", "b", "\n", "\n", "▁a", "▁", "▁"]
-    assert [tokenizer.tokens[i] for i in tokenizer.encode_inside("a a\nb")] == ["a", "▁a", "\n", "▁", "b"]
+    assert [tokenizer.tokens[i] for i in tokenizer.encode_continuation("a a\nb")] == ["a", "▁a", "\n", "▁", "b"]
 
 
 def test_a_name_for_text_between_white_space_merges_text() -> None:

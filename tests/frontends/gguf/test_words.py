@@ -178,7 +178,7 @@ def test_a_character_without_a_unigram_becomes_its_bytes() -> None:
     assert ids == [3, *(7 + byte for byte in b"<0x41>")]
     assert tokenizer.decode(ids) == "<0x41>"
     assert tokenizer.encode("a", add_special=False) == [6]
-    assert tokenizer.encode_inside("a") == [4]
+    assert tokenizer.encode_continuation("a") == [4]
     few = {**values, "tokens": [*tokens[:-1], "c"], "token_type": [*types[:-1], NORMAL]}
     without = tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in few.items()})
     assert without.encode("a🦙b") == [6, 2, 5, 1]

@@ -20,7 +20,7 @@ from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.inference.saved_state import load_state, save_state
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, ModelWeights, Step, load_model
-from hocket.frontends.models.picture_tokens import find_picture_tokens
+from hocket.frontends.models.picture_tokens import find_picture_token_ranges
 from hocket.frontends.models.read_hyperparameters import read_hyperparameters
 from hocket.frontends.open_model import open_model
 
@@ -161,7 +161,7 @@ def test_tokens_of_pictures_without_names_are_where_llama_cpp_has_them(
     gguf = open_model(write_model("chameleon-dense", tmp_path)).gguf
     table = replace(gguf.tensor("token_embd.weight"), shape=(rows, 32))
     gguf = replace(gguf, tensors={**gguf.tensors, "token_embd.weight": table})
-    assert find_picture_tokens(ArchitectureKeys(gguf, "chameleon")) == want
+    assert find_picture_token_ranges(ArchitectureKeys(gguf, "chameleon")) == want
 
 
 def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:

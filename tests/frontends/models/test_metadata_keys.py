@@ -18,7 +18,7 @@ from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.gguf.metadata import MetadataArray
 from hocket.frontends.models import ARCHITECTURES, load_model
-from hocket.frontends.models.layers.rwkv import Rwkv7
+from hocket.frontends.models.layers.rwkv import Rwkv7TimeMix
 from hocket.frontends.models.metadata_keys import METADATA_KEYS, READ
 
 from ...given.models.architectures import ALL, FOLDER
@@ -132,7 +132,7 @@ def test_a_key_that_is_read_changes_the_model_or_is_refused(name: str) -> None:
 def test_the_keys_of_rwkv_are_checked() -> None:
     gguf = open_with_metadata("llama", wkv__head_size=24, embedding_length=64)
     with pytest.raises(ModelError, match=r"wkv\.head_size is 24; need a divisor of embedding_length 64"):
-        Rwkv7.from_keys(ArchitectureKeys(gguf, "llama"), ARCHITECTURES["rwkv7"], 0)
+        Rwkv7TimeMix.from_keys(ArchitectureKeys(gguf, "llama"), ARCHITECTURES["rwkv7"], 0)
 
 
 def test_a_key_whose_effect_is_not_computed_is_refused_by_name() -> None:

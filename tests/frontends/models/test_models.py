@@ -11,7 +11,7 @@ import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.models import ARCHITECTURES, Batch, Step, load_model, step_inputs
+from hocket.frontends.models import ARCHITECTURES, Batch, Step, build_step_inputs, load_model
 
 from ...given.calls import count_calls
 from ...given.models.exact import SAME, STEP, ExactRun, compute_logits_in_one_batch, open_with_metadata
@@ -333,7 +333,7 @@ def test_blocks_that_predict_further_tokens_are_not_run() -> None:
 
 def test_inputs_of_a_ragged_batch_are_padded() -> None:
     step = Step(sequences=2, tokens=4, cells=8, context=16, outputs=3)
-    got = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0]), taps=4)
+    got = build_step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0]), taps=4)
     want = {
         "tokens": [5, 6, 7, 0, 8, 0, 0, 0],
         "pos": [[2, 3, 4, 0], [0, 0, 0, 0]],
@@ -346,7 +346,7 @@ def test_inputs_of_a_ragged_batch_are_padded() -> None:
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
         assert got[name].dtype == (np.float32 if name == "valid" else np.int32)
-    expected = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
+    expected = build_step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
     assert expected["out_ids"].tolist() == [1, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         got["out_ids"][0] = 1  # the next token gets it again

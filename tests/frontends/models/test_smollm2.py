@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.frontends.commands.perplexity import compute_nll
+from hocket.frontends.commands.perplexity import compute_token_nll
 from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import GenerationParams, generate_tokens
 from hocket.frontends.generation.sampling import Sampling
@@ -54,7 +54,7 @@ def test_the_file_is_the_one_of_the_goldens() -> None:
 @by_name("nll")
 def test_the_likelihood_of_every_token_equals_that_of_llama_cpp(case: dict[str, Any], session: Session) -> None:
     logits = session.evaluate([case["ids"]], every_position=True)[0]
-    nll = compute_nll(logits[:-1], case["ids"][1:])
+    nll = compute_token_nll(logits[:-1], case["ids"][1:])
     assert np.abs(nll - case["nll_exact"]).max() <= 1e-3
     assert abs(nll.mean() - case["mean_nll_exact"]) <= 1e-4
 
@@ -64,7 +64,7 @@ def test_activations_of_8_bits_change_the_perplexity_by_less_than_half_a_per_cen
     for case in GOLDEN["nll"]:
         fast.reset(0)
         logits = fast.evaluate([case["ids"]], every_position=True)[0]
-        ratio.append(np.exp(compute_nll(logits[:-1], case["ids"][1:]).mean() - case["mean_nll_exact"]))
+        ratio.append(np.exp(compute_token_nll(logits[:-1], case["ids"][1:]).mean() - case["mean_nll_exact"]))
     assert abs(np.mean(ratio) - 1) <= 0.005
 
 

@@ -18,7 +18,7 @@ from hocket.frontends.serving.requests import (
     ContextExceededError,
     EndEvent,
     GenerationRequest,
-    ProgressEvent,
+    PromptProgressEvent,
     QueueFullError,
     TokenEvent,
 )
@@ -121,7 +121,7 @@ def test_saved_states_never_take_more_than_their_limit():
     for number in range(20):
         engine.submit(make_request(str(number), (*BASE[: number + 5], 31 - number), seed=number))
     run_all(engine)
-    assert 0 < cache.saved_bytes <= 4
+    assert 0 < cache.saved_state_bytes <= 4
 
 
 def test_equal_prompts_that_come_together_are_read_once():
@@ -173,7 +173,10 @@ def test_chunks_of_a_prompt_and_decode_steps_alternate():
     engine.step()
     engine.submit(make_request("long", tuple(i % 30 + 1 for i in range(100)), limit=1))
     kinds = [type(event) for event in run_all(engine) if not isinstance(event, EndEvent)]
-    assert kinds[:11] == [ProgressEvent, *[TokenEvent, ProgressEvent] * 5]  # the first one tells of the slot
+    assert kinds[:11] == [
+        PromptProgressEvent,
+        *[TokenEvent, PromptProgressEvent] * 5,
+    ]  # the first one tells of the slot
 
 
 def test_a_failed_device_ends_only_the_request_that_fails():

@@ -17,7 +17,7 @@ from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
-from hocket.frontends.serving.slots import SlotPool, choose_window
+from hocket.frontends.serving.slots import SlotPool, choose_slot_window
 
 from ...given.models.goldens import path_of
 
@@ -41,14 +41,14 @@ def shared_pool(name: str) -> SlotPool:
 
 @cache
 def prompt_of(name: str, seed: int = 0) -> tuple[int, ...]:
-    vocabulary = shared_pool(name).session.model.vocabulary_size
+    vocabulary = shared_pool(name).all_slots_session.model.vocabulary_size
     return tuple(np.random.default_rng(seed).integers(3, vocabulary, PROMPT_TOKENS).tolist())
 
 
 def read(pool: SlotPool, slot: int, prompt: tuple[int, ...], size: int = BATCH, start: int = 0) -> F32:
     """Read a prompt from token `start` on in chunks of `size`, and return the logits after it."""
     if start == 0:
-        pool.clear_states(slot)
+        pool.clear_recurrent_states(slot)
     for i in range(start, len(prompt), size):
         logits = pool.read_prompt(slot, prompt[i : i + size], prompt[:i])
     return logits
@@ -104,7 +104,7 @@ def test_sequences_beside_others_are_those_alone(name: str) -> None:
 def test_a_prompt_that_is_read_while_others_decode_is_the_prompt_alone(name: str) -> None:
     pool, prompt, other = shared_pool(name), prompt_of(name), prompt_of(name, 1)
     tokens, logits = list(other), read(pool, 0, other)
-    pool.clear_states(1)
+    pool.clear_recurrent_states(1)
     for i in range(0, PROMPT_TOKENS, 16):
         own = pool.read_prompt(1, prompt[i : i + 16], prompt[:i]).copy()
         token = int(logits.argmax())
@@ -118,8 +118,8 @@ def test_copied_cells_and_states_continue_as_the_sequence_alone(name: str) -> No
     """Half of a prompt is read in slot 0 and copied to slot 3, which reads the other half after slot 0 has gone on."""
     pool, prompt, half = shared_pool(name), prompt_of(name), PROMPT_TOKENS // 2
     read(pool, 0, prompt[:half])
-    pool.copy_cells(0, 3, half)
-    pool.restore_states(3, pool.save_states(0))
+    pool.copy_cache_cells(0, 3, half)
+    pool.restore_recurrent_states(3, pool.save_recurrent_states(0))
     read(pool, 0, (*prompt[:half], *prompt_of(name, 1)[half:]), start=half)
     require_equal(decode(pool, 3, prompt, read(pool, 3, prompt, start=half)), logits_alone(name))
 
@@ -129,9 +129,9 @@ def test_restored_states_continue_as_the_sequence_alone(name: str) -> None:
     """A slot goes back to the middle of its prompt; ring caches cannot."""
     pool, prompt, half = shared_pool(name), prompt_of(name), PROMPT_TOKENS // 2
     read(pool, 1, prompt[:half])
-    saved = pool.save_states(1)
+    saved = pool.save_recurrent_states(1)
     read(pool, 1, (*prompt[:half], *prompt_of(name, 1)[half:]), start=half)
-    pool.restore_states(1, saved)
+    pool.restore_recurrent_states(1, saved)
     require_equal(decode(pool, 1, prompt, read(pool, 1, prompt, start=half)), logits_alone(name))
 
 
@@ -140,7 +140,9 @@ def test_a_wiped_slot_holds_nothing_of_an_earlier_sequence(name: str) -> None:
     pool, prompt = shared_pool(name), prompt_of(name)
     read(pool, 2, prompt_of(name, 1))
     pool.wipe(2)
-    assert all(not np.asarray(pool.session.store.state(state)[2:3]).any() for state in pool.save_states(2))
+    assert all(
+        not np.asarray(pool.all_slots_session.store.state(state)[2:3]).any() for state in pool.save_recurrent_states(2)
+    )
     require_equal(decode(pool, 2, prompt, read(pool, 2, prompt)), logits_alone(name))
 
 
@@ -152,8 +154,8 @@ def test_slots_on_two_devices_are_the_sequence_alone_there(name: str) -> None:
     want = tuple(decode(alone, 0, prompt, read(alone, 0, prompt)))
     pool, half = make_pool(name, 2, "cpu:0,cpu:1", "tensor"), PROMPT_TOKENS // 2
     read(pool, 0, prompt[:half])
-    pool.copy_cells(0, 1, half)
-    pool.restore_states(1, pool.save_states(0))
+    pool.copy_cache_cells(0, 1, half)
+    pool.restore_recurrent_states(1, pool.save_recurrent_states(0))
     read(pool, 0, other)
     require_equal(decode(pool, 1, prompt, read(pool, 1, prompt, start=half)), want)
 
@@ -187,14 +189,18 @@ def test_what_a_model_keeps_is_known() -> None:
     assert kinds["llama"] == (False, None)
     assert kinds["qwen35"] == (True, None)
     assert kinds["gemma3"][0] is False
-    assert shared_pool("llama").compute_state_bytes() == 0 < shared_pool("qwen35").compute_state_bytes()
+    assert (
+        shared_pool("llama").compute_recurrent_state_bytes()
+        == 0
+        < shared_pool("qwen35").compute_recurrent_state_bytes()
+    )
 
 
 @pytest.mark.parametrize(
     ("slots", "window"), [([3], (3, 1)), ([2, 3], (2, 2)), ([1, 2], (0, 4)), ([5, 6], (4, 4)), ([0, 7], (0, 8))]
 )
 def test_a_window_is_the_smallest_aligned_one(slots: list[int], window: tuple[int, int]) -> None:
-    assert choose_window(slots) == window
+    assert choose_slot_window(slots) == window
 
 
 def test_an_encoder_has_no_slots() -> None:
@@ -205,7 +211,7 @@ def test_an_encoder_has_no_slots() -> None:
 
 def test_three_slots_take_the_memory_of_three_sequences() -> None:
     pool, prompts = make_pool("llama", slots=3), {slot: prompt_of("llama", slot) for slot in (1, 2)}
-    assert pool.session.sequences == 3
+    assert pool.all_slots_session.sequences == 3
     tokens = {slot: int(read(pool, slot, prompt).argmax()) for slot, prompt in prompts.items()}
     found = pool.decode(tokens, prompts)
     for slot in prompts:

@@ -33,7 +33,7 @@ def test_an_idle_engine_waits_for_one_order_and_then_shows_its_result() -> None:
     """After a cancellation, `status` had shown the ended request until the next heartbeat."""
     engine, queue = EngineThread.__new__(EngineThread), RecordedQueue(list, list)
     engine._engine, engine._orders = SimpleNamespace(has_work=False), queue
-    assert engine._take_orders()
+    assert engine._execute_orders()
     assert queue.waits == [True, False, False]
 
 
@@ -41,7 +41,7 @@ def test_every_step_that_is_prepared_is_reported() -> None:
     """The engine gives a sign of life after each step, because plans and kernels of all steps may take minutes."""
     pool = SlotPool(Session(open_model(path_of("llama"))), 4, context=64, batch=64)
     reports: list[None] = []
-    pool.prepare(lambda: reports.append(None))
+    pool.compile_short_steps(lambda: reports.append(None))
     assert len(reports) == 3 + 3  # prompts of 16, 32 and 64 tokens; 1, 2 and 4 sequences
 
 

@@ -164,7 +164,7 @@ def bind(
     src = (*(operand(x) for x in (p.q, p.k, p.v, p.g, p.beta, p.state)), *slots)
     attrs = {"heads": p.mapping, "snapshots": p.snapshots, "pool": p.pool}
     call = BoundInstruction("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
-    rule = binding.DeltaRule(*src[:5], operand(out), p.mapping == "tiled")
+    rule = binding.DeltaRuleOperands(*src[:5], operand(out), p.mapping == "tiled")
     room, fault = copy_aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
     places = {"scratch_address": room.ctypes.data, "fault_address": fault.ctypes.data}
     launches = LaunchBuilder(upload_array=lambda array: array.ctypes.data, limits=limits, **places)

@@ -13,7 +13,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.device_limits import HIP_LIMITS, LARGEST_LIMITS
 from hocket.backends.cupy.device.driver import CUDA_HEADER, HIP_HEADER, KernelSource, Launch, read_kernel_text
-from hocket.backends.cupy.emulation.compile_host import load_library
+from hocket.backends.cupy.emulation.compile_host import load_emulated_library
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
 
@@ -54,7 +54,7 @@ def replace_and_compile(source: KernelSource, good: str, bad: str) -> EditedSour
     was found."""
     edited_source = replace_in_source(source, good, bad)
     try:
-        load_library(edited_source)
+        load_emulated_library(edited_source)
     except BackendError as why:
         pytest.fail(str(why))
     return edited_source

@@ -259,16 +259,21 @@ Its machine code for sm_90a shows narrower loads, fewer tensor cores, longer loo
 """
 
 OF_QWEN = (
-    *("_fuse_gated_unit", "_fuse_same_rows", "_fuse_sum_and_scaled_norm", "_fuse_scaled_norm"),
-    *("_fuse_delta_inputs", "_fuse_gated_norm", "_fuse_state_save", "_fuse_times_sigmoid"),
+    *("_fuse_gated_unit", "_fuse_matmuls_of_same_rows", "_fuse_sum_and_scaled_rms_norm", "_fuse_scaled_rms_norm"),
+    *("_fuse_delta_net_inputs", "_fuse_gated_rms_norm", "_fuse_state_save_and_delta_rule", "_fuse_times_sigmoid"),
 )
 EXPECTED_LAUNCHES = {
     "qwen35": (34, OF_QWEN),
     "qwen3next": (
         40,
-        ("_fuse_routing", "_fuse_expert_and_shared_units", "_fuse_expert_and_shared_sum", "_fuse_attention_heads"),
+        (
+            "_fuse_expert_routing",
+            "_fuse_expert_and_shared_gated_units",
+            "_fuse_expert_and_shared_sum",
+            "_fuse_attention_heads",
+        ),
     ),
-    "qwen3moe": (27, ("_fuse_routing", "_fuse_expert_units", "_fuse_expert_sum")),
-    "llama": (23, ("_fuse_gated_unit", "_fuse_attention_heads", "_fuse_scaled_norm")),
+    "qwen3moe": (27, ("_fuse_expert_routing", "_fuse_expert_gated_units", "_fuse_expert_sum")),
+    "llama": (23, ("_fuse_gated_unit", "_fuse_attention_heads", "_fuse_scaled_rms_norm")),
 }
 """By model: the launches of a decoded token, and the chains that each save some of them."""

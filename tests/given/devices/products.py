@@ -14,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launch_builder import LaunchBuilder
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.products import packed, tiled
-from hocket.backends.cupy.trial_binding import trial_bind
+from hocket.backends.cupy.trial_binding import compute_scratch_bytes_at_placeholders
 from hocket.backends.fusion.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -33,13 +33,13 @@ def tiles_of(choose: Callable[[Operand, bool], Choice]) -> Iterator[None]:
 
     `choose` gets a weight, and whether all its matrices have equally many tokens.
     """
-    trial_bind.cache_clear()  # it knows how much scratch other tiles take
+    compute_scratch_bytes_at_placeholders.cache_clear()  # it knows how much scratch other tiles take
     chosen = patch.object(tiled, "choose_tile_shape", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
     try:
         with chosen:
             yield
     finally:
-        trial_bind.cache_clear()
+        compute_scratch_bytes_at_placeholders.cache_clear()
 
 
 def operand(array: np.ndarray) -> Operand:

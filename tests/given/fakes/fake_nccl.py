@@ -220,5 +220,5 @@ def backend_of(monkeypatch, are_peers, nccl=FakeNccl):
         "load_or_compile_cubin",
         lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}),
     )
-    cuda_driver._load_module.cache_clear()
+    cuda_driver._compile_and_load_module.cache_clear()
     return cuda_driver.CudaBackend(), cupy.cuda.nccl

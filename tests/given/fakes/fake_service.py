@@ -21,10 +21,10 @@ from hocket.frontends.serving.requests import (
     ContextExceededError,
     EndEvent,
     EngineStatus,
-    EngineSums,
+    EngineTotals,
     Event,
     GenerationRequest,
-    ProgressEvent,
+    PromptProgressEvent,
     QueueFullError,
     RequestTiming,
     TokenEvent,
@@ -117,7 +117,7 @@ class FakeService:
         self.fails_after: int | None = None
         """Tokens after which a request ends with an error."""
         self.embedded: list[Sequence[Sequence[int]]] = []
-        self._sums = EngineSums()
+        self._sums = EngineTotals()
         self._lock, self._wakes = threading.Lock(), threading.Event()
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
@@ -210,7 +210,7 @@ class FakeService:
             self._running += admitted
         for each in admitted:
             self._sums.prompt_tokens += len(each.request.prompt)
-            each.send(ProgressEvent(each.request.id, len(each.request.prompt)))
+            each.send(PromptProgressEvent(each.request.id, len(each.request.prompt)))
 
     def _end_cancelled(self) -> None:
         with self._lock:
@@ -249,7 +249,7 @@ class FakeService:
         else:
             others = tuple((i, -0.5 - i) for i in range(top))
             each.send(TokenEvent(each.request.id, token, -0.25, others))
-        if each.grammar is not None and not each.grammar.accept(token):
+        if each.grammar is not None and not each.grammar.accept_token(token):
             return self._end(each, "stop")
         if len(each.tokens) == params.limit or len(each.request.prompt) + len(each.tokens) >= self.context:
             self._end(each, "length")

@@ -9,10 +9,10 @@ from hocket.graph import Graph, Value, input, weight
 from hocket.scheduler import Plan
 from hocket.scheduler.lowering.device_plan import Devices, build_device_plans
 from hocket.scheduler.sharding.factors import Factors
-from hocket.scheduler.sharding.overlap_chunks import find_chunkable_token_factor, partition_in_chunks
+from hocket.scheduler.sharding.overlap_chunks import find_chunkable_token_factor, partition_graph_in_token_chunks
 from hocket.scheduler.sharding.partitioner import PartitionedGraphs
 from hocket.scheduler.sharding.propagation import propagate_layouts
-from hocket.scheduler.sharding.search.greedy_search import assign_shard_ranges, list_factor_positions
+from hocket.scheduler.sharding.search.greedy_search import assign_shard_ranges, list_one_position_per_factor
 
 WIDTH, INNER = 6, 12
 
@@ -38,9 +38,9 @@ def chunked_plan(
     tokens = find_chunkable_token_factor(plain, factors)
     assert tokens is not None
     assignment = propagate_layouts(graph, factors, chosen, row_factor=tokens) if is_distributed else plain
-    cuts = list_factor_positions(graph, factors, chosen, {})
+    cuts = list_one_position_per_factor(graph, factors, chosen, {})
     own = shares or [1.0] * len(group)
-    sharded = partition_in_chunks(
+    sharded = partition_graph_in_token_chunks(
         graph, factors, assignment, assign_shard_ranges(graph, factors, cuts, own), tokens, count
     )
     assert isinstance(sharded, PartitionedGraphs)

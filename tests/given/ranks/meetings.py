@@ -145,8 +145,8 @@ def main():
     run_cases(world, list(map(int, sys.argv[2:])) or [1] * world.size)
     words = world.all_gather_bytes(f"rank {world.rank}".encode())
     assert words == [f"rank {rank}".encode() for rank in range(world.size)]
-    assert world.broadcast_from_first(lambda: b"first") == b"first"
-    memory = world.shared_words(8)
+    assert world.broadcast_from_rank_0(lambda: b"first") == b"first"
+    memory = world.allocate_shared_words(8)
     memory[world.rank] = world.rank + 1
     world.all_gather_bytes(b"")
     assert memory[: world.size].tolist() == [*range(1, world.size + 1)]

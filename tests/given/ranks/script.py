@@ -36,7 +36,11 @@ def be_patient(moment: str, fault: str) -> None:
     from hocket.distributed import presence, world
     from hocket.scheduler.runtime import bound_plan
 
-    listen, take, why = world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRanks._find_reason
+    listen, take, why = (
+        world.World._read_heartbeat,
+        world.World.receive_packet,
+        presence.AbsentRankDetector._find_reason,
+    )
 
     def listen_patiently(self, rank, now):
         world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault == "stopped" else HOUR
@@ -49,7 +53,7 @@ def be_patient(moment: str, fault: str) -> None:
         presence.IMPORT_SECONDS = SOON if rank == 1 and moment == "before the import" else HOUR
         return why(self, rank, pid, now)
 
-    world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRanks._find_reason = (
+    world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRankDetector._find_reason = (
         listen_patiently,
         take_patiently,
         why_absent,

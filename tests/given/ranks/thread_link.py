@@ -33,7 +33,7 @@ class ThreadLink:
         waiting = self._messages[source, self.rank, channel]
         return waiting.popleft() if waiting else None
 
-    def shared_words(self, words):
+    def allocate_shared_words(self, words):
         with self._memory["lock"]:
             return self._memory.setdefault(words, np.zeros(words, np.int64))
 
@@ -52,7 +52,7 @@ def in_threads(size, run, *, hosts=1):
             world.leave()
             return result
         except BaseException as why:
-            world.fail(str(why))
+            world.announce_failure(str(why))
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:

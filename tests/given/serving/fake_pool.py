@@ -78,17 +78,17 @@ class FakePool:
     def wipe(self, slot):
         self.cells[slot], self.states[slot] = [], ()
 
-    def clear_states(self, slot):
+    def clear_recurrent_states(self, slot):
         self.states[slot] = ()
 
-    def save_states(self, slot):
+    def save_recurrent_states(self, slot):
         return {"state": self.states[slot]}
 
-    def restore_states(self, slot, saved):
+    def restore_recurrent_states(self, slot, saved):
         self.states[slot] = saved["state"]
 
-    def copy_cells(self, source, target, tokens):
+    def copy_cache_cells(self, source, target, tokens):
         self.cells[target] = self.cells[source][:tokens]
 
-    def compute_state_bytes(self):
+    def compute_recurrent_state_bytes(self):
         return 1

@@ -166,7 +166,7 @@ def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, d
     hardware = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6)
     schedules = build_branches(graph, hardware, devices).find_schedules(devices)
     assert schedules
-    placed = [PlanBuilder(graph, group, (), hardware).build_branches(schedule) for schedule in schedules]
+    placed = [PlanBuilder(graph, group, (), hardware).build_branch_plan(schedule) for schedule in schedules]
     auto, fastest = plan_for_group(graph, group, hardware=hardware), min(plan.cost.total for plan in placed)
     assert auto.cost.total <= fastest * (1 + (DOUBLED_DEVICES_PENALTY if has_branches(auto) else 1e-3))
     expected = run_twice(plan_for_group(graph, [find_device("numpy:0")]))
@@ -274,7 +274,7 @@ def test_messages_at_the_same_time_do_not_add_up():
         for own in Graph({"y": node.results[0]}).nodes:
             home.update({} if own.is_leaf else {own: k})
     pins = {node: Pin(device, "by hand") for node, device in home.items()}
-    plan = PlanBuilder(graph, group_of(4, "numpy"), (), slow)._build_pinned(pins)
+    plan = PlanBuilder(graph, group_of(4, "numpy"), (), slow)._build_with_pinned_nodes(pins)
     assert plan.cost.meetings == 3
     assert 1.0 < plan.cost.total < 1.1
 
@@ -289,8 +289,8 @@ def build_branches(graph: Graph, hardware: Hardware, devices: int, memory: float
 def test_one_chain_has_no_branches():
     graph = build_towers((8,), 64, 4)
     branches = build_branches(graph, BUSY, 4)
-    assert branches.compute_cluster_bound(4) is None
-    assert branches.estimate_overlapped_share(4) == pytest.approx(1)
+    assert branches.compute_cluster_time_lower_bound(4) is None
+    assert branches.estimate_time_share_with_overlap(4) == pytest.approx(1)
     plan = plan_for_group(graph, group_of(4, "numpy"), hardware=BUSY)
     assert not any("independent branches" in reason for reason in plan.reasons)
 
@@ -308,7 +308,7 @@ def test_schedules_keep_to_their_bound_and_list_operands_first():
     for schedule in branches.find_schedules(3):
         place = {node: at for at, node in enumerate(schedule.order)}
         assert all(place[s.node] < at for node, at in place.items() for s in node.inputs if not s.node.is_leaf)
-        assert branches.compute_lower_bound(3) <= schedule.seconds < branches.total_seconds
+        assert branches.compute_time_lower_bound(3) <= schedule.seconds < branches.total_seconds
         assert set(place) == set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
 
 
@@ -320,5 +320,5 @@ def test_branches_of_any_graph_make_a_plan_that_is_proven(seed: int):
     planning = PlanBuilder(graph, group_of(devices, "numpy"), (), slow)
     for schedule in build_branches(graph, slow, devices).find_schedules(devices):
         assert set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
-        verify_plan(planning.build_branches(schedule))
+        verify_plan(planning.build_branch_plan(schedule))
     assert plan_for_group(graph, group_of(devices, "numpy"), hardware=slow).lanes

@@ -12,7 +12,7 @@ from hocket.scheduler.planning import prefill_chunks
 from hocket.scheduler.planning.prefill_chunks import (
     ChunkTimeModel,
     choose_prefill_chunks,
-    compute_pipelined_seconds,
+    compute_pipelined_prefill_seconds,
     round_up_to_chunk_size,
 )
 
@@ -47,12 +47,12 @@ def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch)
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_equal_parts_take_the_work_of_one_device_and_one_part_more_on_each_other(monkeypatch, devices):
     of = fake_time_model(monkeypatch, run=8.0, devices=devices)
-    assert compute_pipelined_seconds([128] * 16, 0, SIZES, of) == pytest.approx((16 + devices - 1) * 136)
+    assert compute_pipelined_prefill_seconds([128] * 16, 0, SIZES, of) == pytest.approx((16 + devices - 1) * 136)
 
 
 def test_messages_are_waited_for_once_by_each_device(monkeypatch):
     of = fake_time_model(monkeypatch, devices=3, message_seconds=5.0)
-    assert compute_pipelined_seconds([64, 64], 0, SIZES, of) == pytest.approx(4 * 64 + 3 * 5)
+    assert compute_pipelined_prefill_seconds([64, 64], 0, SIZES, of) == pytest.approx(4 * 64 + 3 * 5)
 
 
 def test_parts_take_equally_long_where_later_ones_see_more(monkeypatch):
@@ -61,16 +61,16 @@ def test_parts_take_equally_long_where_later_ones_see_more(monkeypatch):
     assert sum(best.chunk_sizes) == 2048
     assert best.chunk_sizes[0] > best.chunk_sizes[-2]
     assert list(best.chunk_sizes[:-1]) == sorted(best.chunk_sizes[:-1], reverse=True)
-    assert best.seconds == pytest.approx(compute_pipelined_seconds(best.chunk_sizes, 0, SIZES, of))
+    assert best.seconds == pytest.approx(compute_pipelined_prefill_seconds(best.chunk_sizes, 0, SIZES, of))
     assert best.seconds < min(
-        compute_pipelined_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)
+        compute_pipelined_prefill_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)
     )
 
 
 @pytest.mark.parametrize("run", [0.0, 10.0, 100.0, 1000.0])
 def test_no_equal_parts_are_much_faster(monkeypatch, run):
     of = fake_time_model(monkeypatch, run=run)
-    equal = [compute_pipelined_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)]
+    equal = [compute_pipelined_prefill_seconds([size] * (2048 // size), 0, SIZES, of) for size in (64, 128, 256, 512)]
     assert choose_prefill_chunks(2048, 0, SIZES, of).seconds <= prefill_chunks.FEWER_CHUNKS_TOLERANCE * min(equal)
 
 
@@ -95,6 +95,6 @@ def test_the_last_part_may_be_short_and_takes_as_long_as_a_larger_one(monkeypatc
     best = choose_prefill_chunks(1000, 0, SIZES, of)
     assert sum(best.chunk_sizes) == 1000
     assert round_up_to_chunk_size(best.chunk_sizes[-1], SIZES) in SIZES
-    assert compute_pipelined_seconds([64, 1], 0, SIZES, of) == pytest.approx(
-        compute_pipelined_seconds([64, 64], 0, SIZES, of)
+    assert compute_pipelined_prefill_seconds([64, 1], 0, SIZES, of) == pytest.approx(
+        compute_pipelined_prefill_seconds([64, 64], 0, SIZES, of)
     )

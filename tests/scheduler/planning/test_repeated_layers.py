@@ -11,7 +11,7 @@ from hocket.backends.base import find_device
 from hocket.backends.capabilities import KernelCall, SourceLocation
 from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
 from hocket.scheduler.lowering.device_plan import build_device_plans
-from hocket.scheduler.lowering.unroll import find_kinds_of_instructions, unroll_kernel_calls
+from hocket.scheduler.lowering.unroll import find_repetition_kinds_of_instructions, unroll_kernel_calls
 from hocket.scheduler.planning import repeated_layers
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 
@@ -109,7 +109,7 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
     monkeypatch.setattr(
         repeated_layers, "build_device_plans", lambda graphs, group, of: build_device_plans(graphs, group)
     )
-    monkeypatch.setattr(repeated_layers, "_is_repeatable", lambda device_plan, of: True)
+    monkeypatch.setattr(repeated_layers, "_has_repeatable_instructions", lambda device_plan, of: True)
     plan = plan_graph("decoder")
     assert all(device_plan.short is None for device_plan in plan.lanes)
     assert any("planned by itself" in why for why in plan.reasons)
@@ -122,7 +122,7 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
     graph, group = GRAPHS[name][0], parse_simulated_group(f"h200:{devices},nvlink").group
     plan = plan_for_group(graph, group, split_mode="tensor")
     assert any("program" not in vars(device_plan) for device_plan in plan.lanes)
-    calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].calls]
+    calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].predicted_kernel_calls]
     assert "program" not in vars(plan.lanes[0])
     long = plan.lanes[0].backend.list_kernels(plan.lanes[0].program, plan.lanes[0].device)
     assert calls == [(call.kernel, call.instruction_numbers) for call in long]
@@ -133,7 +133,7 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
 
 def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
     short = plan_graph("decoder").lanes[0].short
-    kinds = find_kinds_of_instructions(short.graph, short.program, short.shortened_graph)
+    kinds = find_repetition_kinds_of_instructions(short.graph, short.program, short.shortened_graph)
     first, last = kinds.index(0), len(kinds) - 1
     calls = [KernelCall("one", SourceLocation(""), (n,)) for n in range(len(kinds))]
     assert len(unroll_kernel_calls(short.graph, short.program, short.shortened_graph, calls)) == len(

@@ -13,7 +13,7 @@ import pytest
 
 from hocket.backends.base import find_device
 from hocket.graph import BackendError, PlanError, StepError
-from hocket.ops.collectives import find_collective_number
+from hocket.ops.collectives import find_collective_sequence_number
 from hocket.scheduler import load, plan_for_group
 from hocket.scheduler.reports.measured_steps import read_measurements
 from hocket.scheduler.reports.pass_dumps import compute_memory_by_step
@@ -84,7 +84,9 @@ def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_
     run, trace = run_with_trace("reference", mode)
     events = save_trace(trace, tmp_path / "trace.json")["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["cat"] != "run"]
-    collectives = {find_collective_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
+    collectives = {find_collective_sequence_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {
+        None
+    }
     starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
     assert len(starts) == len(ends) == len(collectives) * RUNS > 0
     for start, end in zip(starts, ends, strict=True):

@@ -15,7 +15,7 @@ from hocket.cli import main
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
-from hocket.ops.movement.sharded_tables import estimate_busiest_count
+from hocket.ops.movement.sharded_tables import estimate_busiest_device_entries
 from hocket.scheduler import Plan, load, parse_simulated_group, plan_for_group
 from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.ir.layout import Shard
@@ -143,7 +143,7 @@ def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_
     """There are more devices than blocks of columns."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
     plan = plan_for_group(graph, parse_simulated_group("h200:24,nvlink").group, split_mode="tensor")
-    summed = [any("summed" in call.kernel for call in device_plan.calls) for device_plan in plan.lanes]
+    summed = [any("summed" in call.kernel for call in device_plan.predicted_kernel_calls) for device_plan in plan.lanes]
     assert any(summed)
     assert not all(summed)
 
@@ -299,14 +299,14 @@ def test_a_simulated_plan_reports_that_experts_are_distributed(tmp_path, capsys)
 
 
 def test_the_busiest_device_has_more_than_its_share_and_never_more_than_all():
-    assert estimate_busiest_count(10, 64, 64) == 10
-    assert estimate_busiest_count(1, 64, 512) == 1
-    assert estimate_busiest_count(0, 64, 512) == 0
-    assert estimate_busiest_count(10, 0, 512) == 0
+    assert estimate_busiest_device_entries(10, 64, 64) == 10
+    assert estimate_busiest_device_entries(1, 64, 512) == 1
+    assert estimate_busiest_device_entries(0, 64, 512) == 0
+    assert estimate_busiest_device_entries(10, 0, 512) == 0
     rng = np.random.default_rng(0)
     for entries, own, total in ((10, 64, 512), (8, 64, 128), (5120, 64, 512), (64, 2, 8)):
         counts = [np.bincount(rng.integers(0, total // own, entries), minlength=1).max() for _ in range(4000)]
-        assert estimate_busiest_count(entries, own, total) == pytest.approx(np.mean(counts), abs=1.0, rel=0.02)
+        assert estimate_busiest_device_entries(entries, own, total) == pytest.approx(np.mean(counts), abs=1.0, rel=0.02)
 
 
 def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
@@ -320,7 +320,7 @@ def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
     node = next(n for n in plan_whole_experts(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
     assert ops.mul_mat_id.count_flops(node) == pytest.approx(
-        2 * estimate_busiest_count(64, 16, 64) * 128 * 128, rel=0.1
+        2 * estimate_busiest_device_entries(64, 16, 64) * 128 * 128, rel=0.1
     )
 
 

@@ -9,6 +9,7 @@ from hocket import ops
 from hocket.backends.base import Device, find_device
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.cli import main
+from hocket.frontends.commands.plan import make_requested_and_session_plans
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference import device_group
 from hocket.frontends.inference.session import DeviceGroup, Session
@@ -108,7 +109,6 @@ def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
 
 
 def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
-    from hocket.frontends.commands.plan import plan_and_session_plan
 
     graph = Graph(
         {
@@ -118,7 +118,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
             )
         }
     )
-    asked, plan = plan_and_session_plan(graph, DeviceGroup(split_mode="auto"), "rtx3090:1")
+    asked, plan = make_requested_and_session_plans(graph, DeviceGroup(split_mode="auto"), "rtx3090:1")
     assert describe_memory_problem(asked)
     assert [str(device_plan.device) for device_plan in plan.lanes] == ["rtx3090:0", "cpu:0"]
     assert plan.host is not None

@@ -10,7 +10,7 @@ from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.sharding.cost import AssignmentCost
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.propagation import propagate_layouts
-from hocket.scheduler.sharding.search.incremental_propagation import IncrementalPropagator
+from hocket.scheduler.sharding.search.incremental_propagation import IncrementalLayoutPropagator
 
 from ...given.graphs.wide_graphs import wide_graph
 from ...given.plans.ways import some_that_fit
@@ -22,7 +22,7 @@ PARTS = ("produced_layouts", "node_layouts", "operand_layouts", "index_operands"
 def test_a_layout_found_from_another_is_the_same(seed):
     graph, dice = wide_graph(seed), random.Random(seed)
     factors, costs = Factors(graph), AssignmentCost(graph, 2, Hardware())
-    layer = IncrementalPropagator(graph, factors)
+    layer = IncrementalLayoutPropagator(graph, factors)
     base = layer.unsharded_assignment
     for _ in range(4):
         chosen = some_that_fit(graph, factors, dice)

@@ -20,7 +20,7 @@ from hocket.scheduler.sharding import overlap_chunks
 from hocket.scheduler.sharding.sequence_parallel import SequenceParallelChooser
 from hocket.scheduler.verifier.plan_verifier import find_plan_faults
 from hocket.scheduler.verifier.values.facts import Fact, infer_conversion_facts
-from hocket.scheduler.verifier.values.partial_sums import make_contraction_sum
+from hocket.scheduler.verifier.values.partial_sums import make_contraction_partial_sum
 
 from ...given.graphs import layered
 from ...given.plans.chunked import chunked_plan, make_gated_layers
@@ -241,10 +241,13 @@ def exchanged_numbers(self, node, number=None):
     return NODE(self, node, self.chunk_count - 1 - number)
 
 
-LOCAL, NODE = overlap_chunks._ChunkedGraph._localise_attributes, overlap_chunks._ChunkedGraph._build_node
+LOCAL, NODE = (
+    overlap_chunks._ChunkedGraph._localise_attributes_to_chunk,
+    overlap_chunks._ChunkedGraph._build_whole_or_chunk_node,
+)
 DISTRIBUTED_ROWS = {
-    "_localise_attributes": (exchanged_shares,),
-    "_build_node": (exchanged_numbers,),
+    "_localise_attributes_to_chunk": (exchanged_shares,),
+    "_build_whole_or_chunk_node": (exchanged_numbers,),
     "_slice_chunk": (swap_chunks,),
 }
 
@@ -264,7 +267,7 @@ def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
 def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():
     plan = plan_layers(Overlapping())
     concat = next(n for n in plan.lanes[0].graph.nodes if n.op == "concat")
-    first, second, others = (make_contraction_sum((((start, 4),),), (8,)) for start in (0, 0, 4))
+    first, second, others = (make_contraction_partial_sum((((start, 4),),), (8,)) for start in (0, 0, 4))
     assert first is not second
 
     def join_facts(is_partial):

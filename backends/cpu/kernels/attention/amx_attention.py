@@ -24,7 +24,7 @@ from ...simd.vectors import (
     count_leading_zeros,
     count_trailing_zeros,
     div,
-    greater_bits,
+    greater_bitmask,
     load,
     load_long,
     load_scalar,
@@ -36,7 +36,7 @@ from ...simd.vectors import (
     where_less,
     zeros,
 )
-from ..vector.amx_tiles import select_tile_operations
+from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.elementwise import store_lanes
 from .amx_matrices import (
     CLEAR_SUMS,
@@ -49,14 +49,14 @@ from .amx_matrices import (
     STORE_SUMS,
     TERM_BYTES,
     WEIGHT_TERMS,
-    add_end_step,
-    count_terms,
-    lanes_to_matrix,
-    make_begin_step,
-    make_columns_to_matrices,
-    make_list_matmul_steps,
-    make_rows_to_matrices,
-    make_run_steps,
+    append_end_step,
+    convert_query_lanes_to_matrix,
+    count_bf16_terms,
+    make_append_matmul_steps,
+    make_begin_amx_step,
+    make_copy_rows_to_matrices,
+    make_run_amx_steps,
+    make_transpose_rows_to_matrices,
     store_weight_terms,
 )
 from .amx_matrices import TILE as GROUP
@@ -64,11 +64,11 @@ from .prefill_attention import (
     ARGS,
     BLOCK_TOKENS,
     TILE_KEYS,
-    copy_padded_rows,
-    find_visible_keys,
-    load_mask,
-    make_span_kernel,
-    store_two,
+    copy_scaled_padded_rows,
+    find_visible_tile_keys,
+    load_transposed_mask,
+    make_attention_span_kernel,
+    store_row_of_32,
 )
 from .softmax_scores import (
     FLOAT_ONE,
@@ -81,8 +81,8 @@ from .softmax_scores import (
     HEAD_SLOPE,
     HEAD_VALUE,
     MIN_SCORE,
+    apply_cap_and_mask,
     exp2,
-    finish_scores,
     load_sink_score,
     max_or_second,
 )
@@ -115,7 +115,7 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 
 @subroutine
-def count_matrices(n):
+def count_32x32_matrices(n):
     """Return the number of 32 x 32 matrices for `n` rows or columns."""
     return (n + MATRIX_SIZE - 1) // MATRIX_SIZE
 
@@ -127,7 +127,7 @@ def compute_scratch_layout(a, thread):
     Registers; matrices of keys and values; scores and weights of two jobs; scratch matrices; bits of visible keys;
     steps; then arrays of queries, results, masks and states of every job.
     """
-    deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
+    deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
     jobs = ARGS.shared(a) * ARGS.span(a) // BLOCK_TOKENS
     mine = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
     keys = mine + TILE_MEMORY_BYTES
@@ -148,14 +148,14 @@ def compute_scratch_layout(a, thread):
 def load_queries(a, heads, start, end, place):
     """Load the queries of a work unit as matrices, and initialise their softmax states with the attention sink."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
-    step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_matrices(ARGS.size(a)))
+    step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, count_32x32_matrices(ARGS.size(a)))
     lanes = between + deep * MATRIX_BYTES
     for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
             head = heads + h * HEAD_BYTES
             rows, pace, sink = load_long(head + HEAD_QUERY) + first * step, step, load_sink_score(head)
             if end - first < BLOCK_TOKENS or size != deep * MATRIX_SIZE:
-                copy_padded_rows(
+                copy_scaled_padded_rows(
                     rows, step, end - first, size, FLOAT_ONE, between, BLOCK_TOKENS, deep * MATRIX_SIZE, zeros()
                 )
                 rows, pace = between, deep * ROW_BYTES
@@ -164,22 +164,26 @@ def load_queries(a, heads, start, end, place):
                     at, to = rows + r * LANES * pace + c, lanes + 64 * r
                     transpose_16x16(at, pace, to, ROW_BYTES)
                     transpose_16x16(at + 64, pace, to + LANES * ROW_BYTES, ROW_BYTES)
-                lanes_to_matrix(lanes, ARGS.factor(a), queries)
+                convert_query_lanes_to_matrix(lanes, ARGS.factor(a), queries)
                 queries += QUERY_BYTES
             top = splat(max(sink, MIN_SCORE))
-            store_two(states, top, top)
-            store_two(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            store_row_of_32(states, top, top)
+            store_row_of_32(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
             store_long(states + BEGUN_OFFSET, 0)
             states += STATE_BYTES
 
 
-def _make_load_tile(k: DType, v: DType) -> Subroutine:
+def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that loads the keys and values of a tile as matrices."""
-    load_keys = make_rows_to_matrices(k, TILE_KEYS)
-    load_values = make_columns_to_matrices(v, TILE_KEYS)
+    load_keys = make_copy_rows_to_matrices(k, TILE_KEYS)
+    load_values = make_transpose_rows_to_matrices(v, TILE_KEYS)
 
     def load_tile(a, heads, s, place):
-        left, deep, wide = ARGS.keys(a) - s, max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
+        left, deep, wide = (
+            ARGS.keys(a) - s,
+            max(1, count_32x32_matrices(ARGS.size(a))),
+            count_32x32_matrices(ARGS.width(a)),
+        )
         step = ARGS.k_step(a)
         load_keys(load_long(heads + HEAD_KEY) + s * step, step, left, ARGS.size(a), place[1], deep)
         step = ARGS.v_step(a)
@@ -189,19 +193,19 @@ def _make_load_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def find_visible_halves(union):
+def find_visible_tile_halves(union):
     """Return the range of halves of a tile that have visible keys."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
 
 
-def _make_list_scores(k: DType) -> Subroutine:
+def _make_append_score_steps(k: DType) -> Subroutine:
     """Make the subroutine that appends the AMX steps of a job's scores to the list at `end`, and returns its new end.
 
     The subroutine is ``(end, job, keys, scores, deep)``. `deep` is the number of matrices along the head size.
     """
-    list_steps = make_list_matmul_steps(count_terms(k), QUERY_TERMS)
+    list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
     def list_scores(end, job, keys, scores, deep):
         queries = load_long(job + JOB_QUERIES)
@@ -217,9 +221,9 @@ def _make_list_scores(k: DType) -> Subroutine:
     return subroutine(list_scores)
 
 
-def _make_list_results(v: DType) -> Subroutine:
+def _make_append_result_steps(v: DType) -> Subroutine:
     """Make the subroutine that appends the AMX steps of a job's results: ``(end, job, values, weights, wide)``."""
-    list_steps = make_list_matmul_steps(count_terms(v), WEIGHT_TERMS)
+    list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):
         result, low, high = load_long(job + JOB_RESULTS), load_long(job + JOB_FIRST), load_long(job + JOB_LAST)
@@ -237,16 +241,16 @@ def _make_list_results(v: DType) -> Subroutine:
 
 
 @subroutine
-def finish_key_scores(scores, n, lane_mask, cap, slope):
+def apply_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
     """Apply the soft cap and the mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW_BYTES, ROW_BYTES):
         h = g = zeros()
         if lane_mask != 0:
             h, g = load(lane_mask + r), load(lane_mask + r + 64)
-        store_two(
+        store_row_of_32(
             scores + r,
-            finish_scores(load(scores + r), h, cap, slope),
-            finish_scores(load(scores + r + 64), g, cap, slope),
+            apply_cap_and_mask(load(scores + r), h, cap, slope),
+            apply_cap_and_mask(load(scores + r + 64), g, cap, slope),
         )
 
 
@@ -266,17 +270,17 @@ def compute_max_scores(scores, n, x, y):
 
 
 @subroutine
-def rescale_state(state, x, y, result, rows):
+def rescale_softmax_state(state, x, y, result, rows):
     """Set new reference scores `x`, `y` in the softmax state, and rescale the earlier sums and results."""
     h, g = exp2(sub(load(state), x)), exp2(sub(load(state + 64), y))
-    store_two(state, x, y)
-    store_two(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
+    store_row_of_32(state, x, y)
+    store_row_of_32(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
     for r in range(result, result + rows * ROW_BYTES, ROW_BYTES):
-        store_two(r, mul(load(r), h), mul(load(r + 64), g))
+        store_row_of_32(r, mul(load(r), h), mul(load(r + 64), g))
 
 
 @subroutine
-def exponentiate_key_pair(scores, x, y, to, sums, more):
+def exponentiate_scores_of_two_keys(scores, x, y, to, sums, more):
     """Convert the scores of two keys to softmax weights in pairs, and add the weights to `sums` and `more`."""
     u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
@@ -287,12 +291,12 @@ def exponentiate_key_pair(scores, x, y, to, sums, more):
 
 
 @cache
-def _make_softmax_job() -> Subroutine:
+def _make_compute_job_weights() -> Subroutine:
     """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps meanwhile.
 
     The subroutine is ``(a, mine, job, p, weights, at, end)``; the steps are `at` to `end`.
     """
-    run_steps = make_run_steps()
+    run_steps = make_run_amx_steps()
 
     def compute_weights(a, mine, job, scores, weights, at, end):
         state, lane_mask, cap = load_long(job + JOB_STATE), load_long(job + JOB_MASK), ARGS.cap(a)
@@ -301,7 +305,7 @@ def _make_softmax_job() -> Subroutine:
         run_steps(mine, at, stop)
         if cap > FLOAT_ZERO or lane_mask != 0:
             slope = load_scalar(load_long(job + JOB_HEAD) + HEAD_SLOPE)
-            finish_key_scores(
+            apply_cap_and_mask_to_keys(
                 scores + first * MATRIX_BYTES,
                 (last - first) * MATRIX_SIZE,
                 lane_mask and lane_mask + first * MATRIX_BYTES,
@@ -310,10 +314,10 @@ def _make_softmax_job() -> Subroutine:
             )
         x, y = load(state), load(state + 64)
         u, v = compute_max_scores(scores + first * MATRIX_BYTES, (last - first) * MATRIX_SIZE, x, y)
-        if greater_bits(u, add(x, splat(RESCALE_SLACK))) | greater_bits(v, add(y, splat(RESCALE_SLACK))):
+        if greater_bitmask(u, add(x, splat(RESCALE_SLACK))) | greater_bitmask(v, add(y, splat(RESCALE_SLACK))):
             x, y = u, v
-            rows = load_long(state + BEGUN_OFFSET) * count_matrices(ARGS.width(a)) * MATRIX_SIZE
-            rescale_state(state, x, y, load_long(job + JOB_RESULTS), rows)
+            rows = load_long(state + BEGUN_OFFSET) * count_32x32_matrices(ARGS.width(a)) * MATRIX_SIZE
+            rescale_softmax_state(state, x, y, load_long(job + JOB_RESULTS), rows)
         sums, more = load(state + 128), load(state + 192)
         pace, due, whole = (end - stop) // STEP_BYTES, 0, (last - first) * LANES * STEP_BYTES
         for half in range(first, last):
@@ -323,21 +327,21 @@ def _make_softmax_job() -> Subroutine:
                 while due >= whole:
                     run_steps(mine, stop, stop + STEP_BYTES)
                     stop, due = stop + STEP_BYTES, due - whole
-                sums, more = exponentiate_key_pair(r, x, y, to, sums, more)
+                sums, more = exponentiate_scores_of_two_keys(r, x, y, to, sums, more)
                 to += 64
-        store_two(state + 128, sums, more)
+        store_row_of_32(state + 128, sums, more)
 
     return subroutine(compute_weights)
 
 
-def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
+def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
     """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2."""
-    run_steps, begin_steps, compute_weights = make_run_steps(), make_begin_step(), _make_softmax_job()
-    list_scores, list_results = _make_list_scores(k), _make_list_results(v)
+    run_steps, begin_steps, compute_weights = make_run_amx_steps(), make_begin_amx_step(), _make_compute_job_weights()
+    list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 
     def attend_jobs(a, jobs, count, place):
         mine, keys, values, scores, weights, _, _, steps, _, _, _, _ = place
-        deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
+        deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
         for i in range(count + 2):
             end, job, even, odd = steps, jobs + i * JOB_BYTES, i % 2 * TILE_HALVES, (i + 1) % 2 * TILE_HALVES
             if i < count:
@@ -345,7 +349,7 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
             if i >= 2:
                 end = list_results(end, job - 2 * JOB_BYTES, values, weights + even * WEIGHT_BYTES, wide)
             if end > steps:
-                add_end_step(end)
+                append_end_step(end)
                 begin_steps(mine, steps)
             if 0 < i <= count:
                 compute_weights(
@@ -357,14 +361,14 @@ def _make_attend_jobs(k: DType, v: DType) -> Subroutine:
     return subroutine(attend_jobs)
 
 
-def _make_attend_all(k: DType, v: DType) -> Subroutine:
+def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that attends all tokens of a unit to a key tile, which is loaded if a token sees it."""
-    load_tile, attend_jobs = _make_load_tile(k, v), _make_attend_jobs(k, v)
+    load_tile, attend_jobs = _make_load_kv_tile(k, v), _make_run_jobs_in_pipeline(k, v)
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
         _, _, _, _, _, between, bits, _, queries, results, masks, states = place
-        deep, wide = max(1, count_matrices(ARGS.size(a))), count_matrices(ARGS.width(a))
+        deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
         jobs = states + shared * ARGS.span(a) // BLOCK_TOKENS * STATE_BYTES
         job = jobs
         for first in range(start, end, BLOCK_TOKENS):
@@ -373,13 +377,13 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    union, plain = find_visible_tile_keys(mask, step, count, s, keys, bits)
                     known, lane_mask = mask, 0
                     if union != 0 and not plain:
                         lane_mask = masks
-                        load_mask(mask + 4 * s, step, count, keys - s, between, lane_mask)
+                        load_transposed_mask(mask + 4 * s, step, count, keys - s, between, lane_mask)
                 if union != 0:
-                    low, high = find_visible_halves(union)
+                    low, high = find_visible_tile_halves(union)
                     store_long(job + JOB_QUERIES, queries)
                     store_long(job + JOB_RESULTS, results)
                     store_long(job + JOB_STATE, states)
@@ -407,8 +411,8 @@ def store_results(a, heads, start, end, place):
     for first in range(start, end, BLOCK_TOKENS):
         for h in range(ARGS.shared(a)):
             if load_long(states + BEGUN_OFFSET) == 0:
-                for r in range(0, count_matrices(width) * MATRIX_BYTES, ROW_BYTES):
-                    store_two(results + r, zeros(), zeros())
+                for r in range(0, count_32x32_matrices(width) * MATRIX_BYTES, ROW_BYTES):
+                    store_row_of_32(results + r, zeros(), zeros())
             for group in range(0, BLOCK_TOKENS, LANES):
                 weight = load(states + 128 + 4 * group)
                 f = where_less(zeros(), weight, div(splat(FLOAT_ONE), weight), mul(weight, zeros()))  # NaN stays
@@ -423,13 +427,19 @@ def store_results(a, heads, start, end, place):
                         for t in range(min(LANES, end - first - group)):
                             store_lanes(target + t * step, c, width, load(between + MATRIX_BYTES + 64 * t))
             states += STATE_BYTES
-            results += count_matrices(width) * MATRIX_BYTES
+            results += count_32x32_matrices(width) * MATRIX_BYTES
 
 
 @cache
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill kernel by AMX tiles for keys of type `k` and values of type `v`."""
-    unit, name = select_tile_operations(), f"attention_tiled.attend.{k}.{v}"
-    return make_span_kernel(
-        name, compute_scratch_layout, load_queries, _make_attend_all(k, v), store_results, unit.configure, unit.release
+    unit, name = select_amx_tile_operations(), f"attention_tiled.attend.{k}.{v}"
+    return make_attention_span_kernel(
+        name,
+        compute_scratch_layout,
+        load_queries,
+        _make_attend_to_tile(k, v),
+        store_results,
+        unit.configure,
+        unit.release,
     )

@@ -16,10 +16,10 @@ from ... import target_cpu
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd import amx
 from ...simd.bf16_pairs import store_bf16
-from ...simd.bf16_terms import store_bf16_terms, transpose_16_bit
+from ...simd.bf16_terms import make_store_of_bf16_pair_terms, transpose_32x16_shorts
 from ...simd.permute_lanes import transpose_16x16
 from ...simd.vectors import LANES, load, load_bf16, load_f16, load_long, mul, splat, store_long, sub, zeros
-from ..vector.amx_tiles import select_tile_operations
+from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.cache_cells import CELLS_BY_DTYPE
 
 MATRIX_SIZE = 32
@@ -46,30 +46,33 @@ QUERY_TERMS, WEIGHT_TERMS = 3, 2
 The error of a query counts times the size of a score. The error of a weight stays 2^-17 of it, while keys and values
 have errors of at least 2^-12.
 """
-store_query_terms, store_weight_terms = store_bf16_terms(QUERY_TERMS), store_bf16_terms(WEIGHT_TERMS)
+store_query_terms, store_weight_terms = (
+    make_store_of_bf16_pair_terms(QUERY_TERMS),
+    make_store_of_bf16_pair_terms(WEIGHT_TERMS),
+)
 
 
 EXACT_DTYPES = frozenset((DType.F16, DType.BF16, DType.Q4_0))
 """Types of keys and values that two terms represent exactly."""
 
 
-def is_exact_in_tiles(k: DType, v: DType) -> bool:
+def is_exact_in_bf16_tiles(k: DType, v: DType) -> bool:
     """Return whether bfloat16 terms in AMX tiles represent keys and values of these types exactly."""
     return {k, v} <= EXACT_DTYPES
 
 
-def count_terms(dtype: DType) -> int:
+def count_bf16_terms(dtype: DType) -> int:
     """Return the number of bfloat16 terms of keys or values of a type."""
     return 1 if dtype is DType.BF16 else 2
 
 
 def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
     """Return the relative error of softmax weights in AMX tiles, omitted products included; None without tiles."""
-    return 2.0 ** -(8 * WEIGHT_TERMS) if target_cpu.find_tile_support() and is_exact_in_tiles(k, v) else None
+    return 2.0 ** -(8 * WEIGHT_TERMS) if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k, v) else None
 
 
 @cache
-def make_list_matmul_steps(left: int, right: int) -> Subroutine:
+def make_append_matmul_steps(left: int, right: int) -> Subroutine:
     """Make the subroutine that appends the AMX steps of a matrix product to a list of steps.
 
     The subroutine is ``(end, a, b, to, first, last)``, for matrices of `left` and `right` terms. Small terms come
@@ -78,15 +81,15 @@ def make_list_matmul_steps(left: int, right: int) -> Subroutine:
     """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
-        _chain_parts,
+        _chain_append_subroutines,
         [
-            _make_list_step(i * TERM_BYTES, j * TERM_BYTES, n == 0, n == len(pairs) - 1)
+            _make_append_matmul_step(i * TERM_BYTES, j * TERM_BYTES, n == 0, n == len(pairs) - 1)
             for n, (i, j) in enumerate(pairs)
         ],
     )
 
 
-def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
+def _make_append_matmul_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
     """Make the subroutine that appends one AMX step, for terms at byte offsets `i` and `j` of the two matrices."""
 
     def list_step(end, a, b, to, first, last):
@@ -99,7 +102,7 @@ def _make_list_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine
     return subroutine(list_step)
 
 
-def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
+def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
     """Chain two subroutines that append steps: `before`, then `after`."""
 
     def append_both(end, a, b, to, first, last):
@@ -109,9 +112,9 @@ def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
 
 
 @cache
-def make_begin_step() -> Subroutine:
+def make_begin_amx_step() -> Subroutine:
     """Make the subroutine that loads the sums and the terms of an AMX step to registers: ``(mine, step)``."""
-    unit = select_tile_operations()
+    unit = select_amx_tile_operations()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
 
@@ -137,14 +140,14 @@ def make_begin_step() -> Subroutine:
 
 
 @cache
-def make_run_steps() -> Subroutine:
+def make_run_amx_steps() -> Subroutine:
     """Make the subroutine that runs the begun AMX steps `first` to `last`, and begins the step `last`.
 
     The subroutine is ``(mine, first, last)``. To begin a step means to load its operands to registers. A load waits for
     an earlier store with the same low 12 address bits, and such a store waits for all products before it. So a step
     begins before vector code stores anything else.
     """
-    unit, begin_step = select_tile_operations(), make_begin_step()
+    unit, begin_step = select_amx_tile_operations(), make_begin_amx_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
@@ -168,7 +171,7 @@ def make_run_steps() -> Subroutine:
 
 
 @subroutine
-def add_end_step(end):
+def append_end_step(end):
     """Append an end step to a list of AMX steps: it is begun but not run."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
@@ -176,13 +179,13 @@ def add_end_step(end):
 
 
 @cache
-def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
+def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
     """Make the subroutine that copies `count` rows to matrices of bfloat16 terms, `wide` matrices for each 32 rows.
 
     The subroutine is ``(source, step, rows, size, to, wide)``. Rows are `step` bytes apart and have `size` columns.
     Missing numbers are zero.
     """
-    load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, store_bf16_terms(count_terms(dtype))
+    load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, make_store_of_bf16_pair_terms(count_bf16_terms(dtype))
 
     def copy_rows(source, step, rows, size, to, wide):
         for r in range(count):
@@ -198,14 +201,14 @@ def make_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 
 @cache
-def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
+def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
     """Make the subroutine that transposes `count` rows to matrices of bfloat16 terms, one for each 32 columns.
 
     The subroutine is ``(source, step, rows, size, to, wide, between)``. The matrices of 32 columns are adjacent for all
     rows. `between` is scratch of one matrix.
     """
     transpose_padded, transpose_whole, height = (
-        _make_transpose_columns(dtype),
+        _make_transpose_padded_columns(dtype),
         _COLUMN_TRANSPOSERS.get(dtype),
         count // MATRIX_SIZE,
     )
@@ -226,13 +229,13 @@ def make_columns_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 
 @cache
-def _make_transpose_columns(dtype: DType) -> Subroutine:
+def _make_transpose_padded_columns(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes 16 columns of up to 32 rows, with zeros for missing numbers.
 
     The subroutine is ``(source, step, rows, c, size, to, between)``; the columns begin at `c`.
     """
-    load_first, terms = CELLS_BY_DTYPE[dtype].load_first, count_terms(dtype)
-    store_pair, end = store_bf16_terms(terms), terms * TILE
+    load_first, terms = CELLS_BY_DTYPE[dtype].load_first, count_bf16_terms(dtype)
+    store_pair, end = make_store_of_bf16_pair_terms(terms), terms * TILE
 
     def transpose_padded(source, step, rows, c, size, to, between):
         for r in range(0, MATRIX_SIZE, 2):
@@ -247,15 +250,15 @@ def _make_transpose_columns(dtype: DType) -> Subroutine:
 
 
 @subroutine
-def _transpose_bf16(source, step, rows, c, size, to, between):
+def _transpose_bf16_columns(source, step, rows, c, size, to, between):
     """Transpose 16 columns of 32 bfloat16 rows."""
-    transpose_16_bit(source + 2 * c, step, to)
+    transpose_32x16_shorts(source + 2 * c, step, to)
 
 
 @subroutine
-def _transpose_f16(source, step, rows, c, size, to, between):
+def _transpose_f16_columns_to_bf16_terms(source, step, rows, c, size, to, between):
     """Transpose 16 columns of 32 float16 rows, and split them into two bfloat16 terms."""
-    transpose_16_bit(source + 2 * c, step, between)
+    transpose_32x16_shorts(source + 2 * c, step, between)
     for r in range(0, LANES * amx.TILE_ROW_BYTES, amx.TILE_ROW_BYTES):
         x, y = load_f16(between + r), load_f16(between + r + 32)
         store_bf16(to + r, x, y)
@@ -264,12 +267,12 @@ def _transpose_f16(source, step, rows, c, size, to, between):
 
 
 _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
-    {DType.F16: _transpose_f16, DType.BF16: _transpose_bf16}
+    {DType.F16: _transpose_f16_columns_to_bf16_terms, DType.BF16: _transpose_bf16_columns}
 )
 
 
 @subroutine
-def lanes_to_matrix(rows, factor, to):
+def convert_query_lanes_to_matrix(rows, factor, to):
     """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of queries in bfloat16 terms.
 
     The numbers of a pair are 16 rows apart.

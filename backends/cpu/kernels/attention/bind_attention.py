@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from .....ops.reduction.norms import alibi_slopes
 from ....base import contiguous_strides
-from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ... import target_cpu
 from ...steps.step_table import MIN_SHARED_BYTES, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import make_thread_copies
+from ..matmul.packed_matmul import make_result_copy_per_thread
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import UNARY_ARGS, make_row_walk, make_unary_kernel
 from . import amx_attention, decode_attention, partial_results, prefill_attention
-from .amx_matrices import is_exact_in_tiles
+from .amx_matrices import is_exact_in_bf16_tiles
 from .softmax_scores import HEAD_OUT
 
 MIN_PREFILL_TOKENS = 16
@@ -35,7 +35,7 @@ LOG2_E = math.log2(math.e)
 Addresses = npt.NDArray[np.int64]
 
 
-def _compute_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
+def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
     """Compute the addresses in `x` for all combinations of indices along `axes`.
 
     Indices wrap around at the size of their axis.
@@ -58,21 +58,21 @@ def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Opera
         memory.address, replace(memory.tensor, shape=x.shape, strides=contiguous_strides(x.shape), dtype=x.dtype)
     )
     for leading in product(*map(range, x.shape[:-3])):
-        source, target = _as_element_rows(x, leading), _as_element_rows(copy, leading)
+        source, target = _view_elements_as_rows(x, leading), _view_elements_as_rows(copy, leading)
         walk = make_row_walk(source.shape, [source, target], whole_rows=True)
         assert walk is not None
         steps.add(make_unary_kernel("copy"), UNARY_ARGS(walk=walk), reads=[source], writes=[target])
     return copy
 
 
-def _as_element_rows(x: Operand, leading: Sequence[int]) -> Operand:
+def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
     """Return the part of `x` at fixed leading indices as a view in which each element is a row of its own."""
     for axis, i in enumerate(leading):
         x = x.slice_axis(axis, i, 1)
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
 
 
-def _build_head_table(
+def _build_head_address_table(
     steps: StepTableBuilder, call: BoundInstruction, q: Operand, k: Operand, v: Operand, mask: Operand | None
 ) -> Addresses:
     """Build the table of head addresses that attention kernels read: [sequences..., heads, 7 words].
@@ -91,18 +91,20 @@ def _build_head_table(
         missing = count - (len(mask.shape) - 2 - own)
         axes = [(i - missing, index) for i, index in outer[missing:]]
         mask_addresses = (
-            _compute_addresses(mask, [*axes, (len(axes), every)]) if own else _compute_addresses(mask, axes)[..., None]
+            _compute_indexed_addresses(mask, [*axes, (len(axes), every)])
+            if own
+            else _compute_indexed_addresses(mask, axes)[..., None]
         )
-    slopes = [float_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
+    slopes = [float32_bits(slope * LOG2_E) for slope in alibi_slopes(heads, _float_attribute(call, "max_bias"))]
     none = np.full(1, -np.inf, np.float32)
     columns = (
-        _compute_addresses(q, [*outer, (count + 1, every)]),
-        _compute_addresses(k, [*outer, (count + 1, group)]),
-        _compute_addresses(v, [*outer, (count + 1, group)]),
+        _compute_indexed_addresses(q, [*outer, (count + 1, every)]),
+        _compute_indexed_addresses(k, [*outer, (count + 1, group)]),
+        _compute_indexed_addresses(v, [*outer, (count + 1, group)]),
         mask_addresses,
-        _compute_addresses(call.out, [*outer, (count + 1, every)]),
+        _compute_indexed_addresses(call.out, [*outer, (count + 1, every)]),
         np.array(slopes),
-        np.array(steps.constant(none).address) if sinks is None else _compute_addresses(sinks, [(0, every)]),
+        np.array(steps.constant(none).address) if sinks is None else _compute_indexed_addresses(sinks, [(0, every)]),
     )
     return np.stack(np.broadcast_arrays(*columns), -1).astype(np.int64)
 
@@ -120,7 +122,7 @@ def _choose_heads_per_unit(shared: int) -> int:
     return max(n for n in range(1, MAX_HEADS_PER_UNIT + 1) if shared % n == 0)
 
 
-def _choose_key_split(
+def _choose_decode_work_split(
     steps: StepTableBuilder, sequences: int, head_groups: int, k: Operand, v: Operand
 ) -> tuple[int, int]:
     """Choose how threads share the work of decode attention evenly: by groups of heads, and by ranges of keys.
@@ -156,7 +158,7 @@ def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
     return steps.threads // math.gcd(units, steps.threads)
 
 
-def _is_readable(x: Operand | None) -> bool:
+def _is_readable_key_or_value(x: Operand | None) -> bool:
     """Return whether kernels can read keys or values, in place or after a copy."""
     return x is not None and (
         x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
@@ -170,7 +172,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """
     inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
-    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable, inputs[1:3])):
+    if not all(x is None or x.is_float for x in floats) or not all(map(_is_readable_key_or_value, inputs[1:3])):
         return False
     if not out.is_float or out.strides[-1] != 1:
         return False
@@ -184,7 +186,7 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     keys, width, shared = k.shape[-3], v.shape[-1], _choose_heads_per_unit(heads // k.shape[-2])
     units = math.prod(leading) * heads // shared
     cap, scale = _float_attribute(call, "softcap"), _float_attribute(call, "scale")
-    addresses = _build_head_table(steps, call, q, k, v, mask)
+    addresses = _build_head_address_table(steps, call, q, k, v, mask)
     common = {
         "tokens": tokens,
         "units": units,
@@ -197,15 +199,15 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         "v_step": v.dtype.bytes_of(v.strides[len(leading)]),
         "mask_step": 4 * mask.strides[-2] if mask else 0,
         "out_step": 4 * out.strides[len(leading)],
-        "factor": float_bits(scale / cap if cap else scale * LOG2_E),
-        "cap": float_bits(cap * LOG2_E),
+        "factor": float32_bits(scale / cap if cap else scale * LOG2_E),
+        "cap": float32_bits(cap * LOG2_E),
         "heads": steps.constant(addresses).address,
     }
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= MIN_PREFILL_TOKENS:
         many = (
             amx_attention
-            if target_cpu.find_tile_support() and is_exact_in_tiles(k.dtype, v.dtype)
+            if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k.dtype, v.dtype)
             else prefill_attention
         )
         span = prefill_attention.choose_tokens_per_unit(many.JOBS_PER_TILE, units, shared, tokens, steps.threads)
@@ -217,12 +219,12 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         def make_thread_work(tickets: int) -> ThreadWork:
             return ThreadWork(prefill_attention.ARGS(**common, span=span, tickets=tickets), reads, [out, scratch])
 
-        if steps.is_shared(reads, [out]):
+        if steps.is_shared_by_threads(reads, [out]):
             steps.add_queued(kernel, make_thread_work)
         else:
             steps.add_per_thread(kernel, [make_thread_work(0)])
         return True
-    beside, splits = _choose_key_split(steps, math.prod(leading), heads // shared, k, v)
+    beside, splits = _choose_decode_work_split(steps, math.prod(leading), heads // shared, k, v)
     chunks = 1 if splits == 1 else -(-keys // decode_attention.KEYS_PER_CHUNK)
     rows = tokens * shared
     each = decode_attention.compute_decode_scratch_bytes(rows * beside, keys, size, width)
@@ -236,11 +238,11 @@ def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     writes = [parts, scratch, out] if splits == 1 else [parts, scratch]
     steps.add(decode_attention.make_decode_attention_kernel(k.dtype, v.dtype), words, reads=reads, writes=writes)
     if splits > 1:
-        _add_combine_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
+        _add_merge_partial_results_step(steps, call, common, addresses, [parts, *([sinks] if sinks else [])], scratch)
     return True
 
 
-def _add_combine_step(
+def _add_merge_partial_results_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     common: Mapping[str, int],
@@ -252,10 +254,10 @@ def _add_combine_step(
 
     Each thread merges all of them for itself if only matmuls follow.
     """
-    own = make_thread_copies(steps, call)
+    own = make_result_copy_per_thread(steps, call)
     if own is None:
         steps.add(
-            decode_attention.combine_partial_results,
+            decode_attention.merge_partial_results,
             decode_attention.ARGS(**common),
             reads=reads,
             writes=[call.out, scratch],
@@ -270,9 +272,9 @@ def _add_combine_step(
         return ThreadWork(decode_attention.ARGS(**words), reads, [out])
 
     steps.add_per_thread(
-        decode_attention.combine_partial_results, [make_thread_work(thread, out) for thread, out in enumerate(own)]
+        decode_attention.merge_partial_results, [make_thread_work(thread, out) for thread, out in enumerate(own)]
     )
-    steps.set_per_thread_value(own, call.out)
+    steps.register_per_thread_values(own, call.out)
 
 
 BINDINGS = {"attention": _bind_attention}

@@ -29,19 +29,19 @@ from ...simd.vectors import (
 )
 from ...steps.partition import compute_thread_range
 from ..vector.block_rows import BLOCK_ELEMENTS
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheCells
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
 from . import quantised_keys
 from .partial_results import (
     PARTIAL_VALUES_OFFSET,
     VALUE_COLUMNS,
     VECTOR_BYTES,
-    clear_partial,
+    clear_partial_result,
     compute_partial_result_bytes,
-    finish_row,
-    merge_partial,
+    merge_partial_result,
     update_online_softmax,
+    write_attention_row,
 )
-from .quantised_keys import TRANSPOSED_BLOCK_BYTES, dot_query_keys
+from .quantised_keys import TRANSPOSED_BLOCK_BYTES, dot_query_with_16_keys
 from .softmax_scores import (
     COMMON_ARGS,
     HEAD_BYTES,
@@ -52,8 +52,8 @@ from .softmax_scores import (
     HEAD_SLOPE,
     HEAD_VALUE,
     MINUS_INFINITY,
-    find_visible_range,
-    finish_scores,
+    apply_cap_and_mask,
+    find_visible_key_range,
     load_mask_lanes,
     load_sink_score,
     max_or_second,
@@ -91,7 +91,7 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
     return scores + max(4 * KEYS_PER_VALUE_PASS * VALUE_COLUMNS, floats, blocks)
 
 
-def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
+def _make_multiply_queries_with_keys(cells: CacheRowOperations, count: int) -> Subroutine:
     """Make the subroutine that multiplies `count` queries with 16 keys from key `s` on.
 
     It stores four partial sums of each product at `to`.
@@ -129,7 +129,7 @@ def _make_key_products(cells: CacheCells, count: int) -> Subroutine:
     return subroutine(multiply_keys)
 
 
-def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subroutine:
+def _make_add_weighted_value_columns(cells: CacheRowOperations, count: int, lines: int) -> Subroutine:
     """Make the subroutine that adds weighted values of `n` keys to 64 columns of the results of `count` rows.
 
     ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]``.
@@ -161,7 +161,7 @@ def _make_add_value_columns(cells: CacheCells, count: int, lines: int) -> Subrou
 
 
 @subroutine
-def prefetch_rows(rows, step, count, nbytes):
+def prefetch_rows_to_l2(rows, step, count, nbytes):
     """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart, to the second cache."""
     for r in range(count):
         for c in range(0, nbytes, CACHE_LINE_BYTES):
@@ -169,7 +169,7 @@ def prefetch_rows(rows, step, count, nbytes):
 
 
 @subroutine
-def combine_group(a, unit, scratch):
+def merge_partial_results_of_group(a, unit, scratch):
     """Merge the partial results of a group of heads and write the attention results, which are weighted means.
 
     `scratch` has room for one partial result.
@@ -182,19 +182,19 @@ def combine_group(a, unit, scratch):
             state = ARGS.partial(a) + ((unit * tokens + t) * shared + h) * count * span
             if count > 1:
                 parts, state = state, scratch
-                clear_partial(state, span)
+                clear_partial_result(state, span)
                 for i in range(count):
-                    merge_partial(state, parts + i * span, width)
-            finish_row(state, load_sink_score(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width)
+                    merge_partial_result(state, parts + i * span, width)
+            write_attention_row(state, load_sink_score(head), load_long(head + HEAD_OUT) + t * ARGS.out_step(a), width)
 
 
-def _select_read_cells(cells: CacheCells) -> CacheCells:
+def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
     """Return the row operations for the values that heads read: float32 if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
 @dataclass(frozen=True, slots=True)
-class KeyOperations:
+class QueryKeyOperations:
     """The subroutines that multiply queries with keys of one type.
 
     ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``.
@@ -208,9 +208,11 @@ class KeyOperations:
     store_scores: Subroutine
 
 
-def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
+def _make_float_key_operations(cells: CacheRowOperations) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with float keys."""
-    multiply_1, multiply_2, multiply_3, multiply_4 = (_make_key_products(cells, count) for count in range(1, 5))
+    multiply_1, multiply_2, multiply_3, multiply_4 = (
+        _make_multiply_queries_with_keys(cells, count) for count in range(1, 5)
+    )
 
     @subroutine
     def finish_row_scores(a, heads, row, s, count, products, to, lanes):
@@ -220,7 +222,7 @@ def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
         mask = load_mask_lanes(load_long(head + HEAD_MASK) + row // shared * ARGS.mask_step(a), s, keys)
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
-        x = finish_scores(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
+        x = apply_cap_and_mask(mul(x, splat(ARGS.factor(a))), mask, ARGS.cap(a), load_scalar(head + HEAD_SLOPE))
         store(lanes, max_or_second(x, load(lanes)))
         store(to, x)
 
@@ -253,14 +255,14 @@ def _make_float_key_operations(cells: CacheCells) -> KeyOperations:
                 finish_row_scores(a, heads, row + i, s, count, memory + i * VECTOR_BYTES, to, highest)
             row, ahead = row + count, 0
 
-    return KeyOperations(
+    return QueryKeyOperations(
         subroutine(prepare_query), subroutine(query_bytes), subroutine(scratch_bytes), subroutine(store_scores)
     )
 
 
-def _make_block_key_operations(dtype: DType) -> KeyOperations:
+def _make_quantised_key_operations(dtype: DType) -> QueryKeyOperations:
     """Make the subroutines that multiply queries with quantised keys, by integer dot products."""
-    transpose_keys, span = quantised_keys.make_transpose_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
+    transpose_keys, span = quantised_keys.make_transpose_16_keys(dtype), CELLS_BY_DTYPE[dtype].row_bytes
 
     @subroutine
     def query_bytes(size):
@@ -273,22 +275,22 @@ def _make_block_key_operations(dtype: DType) -> KeyOperations:
         shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
         factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + HEAD_KEY) + s * step, query_bytes(size)
         transpose_keys(key, step, keys - 1 - s, size, memory)
-        prefetch_rows(key + PREFETCH_KEYS * step, step, min(LANES, high - s - PREFETCH_KEYS), span(size))
+        prefetch_rows_to_l2(key + PREFETCH_KEYS * step, step, min(LANES, high - s - PREFETCH_KEYS), span(size))
         for t in range(ARGS.tokens(a)):
             for h in range(shared):
                 head, row = heads + h * HEAD_BYTES, t * shared + h
                 mask = load_mask_lanes(load_long(head + HEAD_MASK) + t * ARGS.mask_step(a), s, keys)
-                x = mul(dot_query_keys(queries + row * pitch, memory, size), splat(factor))
-                x = finish_scores(x, mask, cap, load_scalar(head + HEAD_SLOPE))
+                x = mul(dot_query_with_16_keys(queries + row * pitch, memory, size), splat(factor))
+                x = apply_cap_and_mask(x, mask, cap, load_scalar(head + HEAD_SLOPE))
                 store(lanes + row * VECTOR_BYTES, max_or_second(x, load(lanes + row * VECTOR_BYTES)))
                 store(scores + row * reach, x)
 
-    return KeyOperations(
+    return QueryKeyOperations(
         quantised_keys.make_quantise_query(dtype), query_bytes, subroutine(scratch_bytes), subroutine(store_scores)
     )
 
 
-def _make_score_keys(keys: KeyOperations) -> Subroutine:
+def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
     """Make the subroutine that computes the scores of all rows of a work unit for keys `low` to `high`.
 
     It also stores the highest score of each lane in `lanes`.
@@ -313,7 +315,7 @@ def _make_score_keys(keys: KeyOperations) -> Subroutine:
     return subroutine(score_keys)
 
 
-def _make_locate_values(cells: CacheCells) -> Subroutine:
+def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that locates 64 columns of `n` values; quantised values are expanded to float32 first.
 
     The result is: address, bytes from value to value, first column, end column.
@@ -326,18 +328,18 @@ def _make_locate_values(cells: CacheCells) -> Subroutine:
         end = min(width, c + VALUE_COLUMNS)
         for r in range(n):
             expand_range(values + r * step, c, end, scratch + 4 * r * VALUE_COLUMNS)
-            prefetch_rows(values + r * step + ahead + span(c), step, 1, span(end - c))
+            prefetch_rows_to_l2(values + r * step + ahead + span(c), step, 1, span(end - c))
         return scratch, 4 * VALUE_COLUMNS, 0, end - c
 
     return subroutine(locate_expanded)
 
 
-def _make_add_values(cells: CacheCells) -> Subroutine:
+def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
-    read_cells = _select_read_cells(cells)
-    add_1, add_2, add_3, add_4 = (_make_add_value_columns(read_cells, count, lines) for count in range(1, 5))
-    locate_values = _make_locate_values(cells)
+    read_cells = _select_value_operations(cells)
+    add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
+    locate_values = _make_locate_float_values(cells)
 
     @subroutine
     def add_value_pass(a, value, left, scores, reach, states, pitch, memory):
@@ -377,10 +379,10 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
     A work unit has `beside` groups of heads, and one split of the keys.
     """
-    score_keys = _make_score_keys(
-        _make_block_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
+    score_keys = _make_compute_scores(
+        _make_quantised_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
     )
-    add_values = _make_add_values(CELLS_BY_DTYPE[v])
+    add_values = _make_add_weighted_values(CELLS_BY_DTYPE[v])
 
     def body(a, thread, threads):
         tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
@@ -400,10 +402,10 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
             walk, split = unit // splits, unit % splits
             heads = ARGS.heads(a) + walk * heads_of * HEAD_BYTES
             states = ARGS.partial(a) + walk * rows * pitch
-            start, end = find_visible_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
+            start, end = find_visible_key_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
             for r in range(rows * chunks):
                 if r % chunks % splits == split:
-                    clear_partial(states + r * span, span)
+                    clear_partial_result(states + r * span, span)
             first = max(start // LANES * LANES, split * KEYS_PER_CHUNK)
             chunk = split
             while chunk * KEYS_PER_CHUNK < end:
@@ -413,7 +415,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                     if chunks == 1 and low > first:
                         to, apart = fresh, span
                         for r in range(rows):
-                            clear_partial(fresh + r * span, span)
+                            clear_partial_result(fresh + r * span, span)
                     score_keys(a, heads, low, high, scores, reach, lanes, memory)
                     for r in range(rows):
                         update_online_softmax(
@@ -422,20 +424,20 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                     add_values(a, heads, low, high, scores, reach, to, apart, memory)
                     if to == fresh:
                         for r in range(rows):
-                            merge_partial(states + r * pitch, fresh + r * span, width)
+                            merge_partial_result(states + r * pitch, fresh + r * span, width)
                 chunk += splits
             if splits == 1:
                 for group in range(walk * beside, walk * beside + beside):
-                    combine_group(a, group, scores)
+                    merge_partial_results_of_group(a, group, scores)
         return 0
 
     return Kernel(f"attention_few.attend.{k}.{v}", body)
 
 
 @kernel
-def combine_partial_results(a, thread, threads):
+def merge_partial_results(a, thread, threads):
     """Merge the partial results of every group of heads and write the attention results."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
-        combine_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
+        merge_partial_results_of_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))
     return 0

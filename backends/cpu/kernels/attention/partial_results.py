@@ -59,7 +59,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 
 @subroutine
-def clear_partial(state, span):
+def clear_partial_result(state, span):
     """Clear the partial result of a row: zero sums, and the lowest score."""
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
@@ -67,7 +67,7 @@ def clear_partial(state, span):
 
 
 @subroutine
-def merge_partial(state, part, width):
+def merge_partial_result(state, part, width):
     """Merge the partial result `part` into `state`. Partial results are always merged in the order of their keys."""
     if load_scalar(part + PARTIAL_SUM_OFFSET) == FLOAT_ZERO:
         return
@@ -82,7 +82,7 @@ def merge_partial(state, part, width):
 
 
 @subroutine
-def finish_row(state, sink, out, width):
+def write_attention_row(state, sink, out, width):
     """Write the attention result of a row: the weighted mean of its values from its complete partial result.
 
     `sink` is the score of the attention sink.

@@ -23,7 +23,7 @@ from ...simd.vectors import (
     count_trailing_zeros,
     float_to_bits,
     fma,
-    greater_bits,
+    greater_bitmask,
     load,
     load_first_lanes_or,
     load_long,
@@ -39,9 +39,9 @@ from ...simd.vectors import (
     zero_ints,
     zeros,
 )
-from ...steps.work_queue import finish_queue, take_work_item
+from ...steps.work_queue import reset_queue, take_work_item
 from ..vector.amx_tiles import TileOperation, do_nothing
-from ..vector.cache_cells import CELLS_BY_DTYPE, CacheCells
+from ..vector.cache_cells import CELLS_BY_DTYPE, CacheRowOperations
 from ..vector.elementwise import store_lanes
 from .softmax_scores import (
     COMMON_ARGS,
@@ -56,9 +56,9 @@ from .softmax_scores import (
     HEAD_VALUE,
     MIN_SCORE,
     MINUS_INFINITY,
+    apply_cap_and_mask,
     exp2,
-    find_visible_lanes,
-    finish_scores,
+    find_visible_key_bits,
     load_mask_lanes,
     load_sink_score,
     max_or_second,
@@ -96,7 +96,7 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 
 @subroutine
-def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
+def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
     """Copy rows times a factor to padded dense rows: ``to[r, c] = factor * source[r, c]``.
 
     The result has `count` rows of `wide` numbers. `rows` rows of `size` numbers exist. All others are
@@ -115,7 +115,7 @@ def copy_padded_rows(source, step, rows, size, factor, to, count, wide, otherwis
 
 
 @subroutine
-def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
+def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
     """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
     Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
@@ -124,14 +124,14 @@ def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
     if fades != 0:
-        p0, q0 = load_two_scaled(to, fades)
-        p1, q1 = load_two_scaled(to + pace, fades + 4)
-        p2, q2 = load_two_scaled(to + 2 * pace, fades + 8)
-        p3, q3 = load_two_scaled(to + 3 * pace, fades + 12)
-        p4, q4 = load_two_scaled(to + 4 * pace, fades + 16)
-        p5, q5 = load_two_scaled(to + 5 * pace, fades + 20)
-        p6, q6 = load_two_scaled(to + 6 * pace, fades + 24)
-        p7, q7 = load_two_scaled(to + 7 * pace, fades + 28)
+        p0, q0 = load_scaled_row_of_32(to, fades)
+        p1, q1 = load_scaled_row_of_32(to + pace, fades + 4)
+        p2, q2 = load_scaled_row_of_32(to + 2 * pace, fades + 8)
+        p3, q3 = load_scaled_row_of_32(to + 3 * pace, fades + 12)
+        p4, q4 = load_scaled_row_of_32(to + 4 * pace, fades + 16)
+        p5, q5 = load_scaled_row_of_32(to + 5 * pace, fades + 20)
+        p6, q6 = load_scaled_row_of_32(to + 6 * pace, fades + 24)
+        p7, q7 = load_scaled_row_of_32(to + 7 * pace, fades + 28)
     for _ in range(n):
         x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
         u, v = splat_from(a), splat_from(a + row)
@@ -144,32 +144,32 @@ def add_matrix_product(a, row, column, b, step, n, to, pace, fades):
         p6, q6, p7, q7 = fma(x, u, p6), fma(y, u, q6), fma(x, v, p7), fma(y, v, q7)
         a += column
         b += step
-    store_two(to, p0, q0)
-    store_two(to + pace, p1, q1)
-    store_two(to + 2 * pace, p2, q2)
-    store_two(to + 3 * pace, p3, q3)
-    store_two(to + 4 * pace, p4, q4)
-    store_two(to + 5 * pace, p5, q5)
-    store_two(to + 6 * pace, p6, q6)
-    store_two(to + 7 * pace, p7, q7)
+    store_row_of_32(to, p0, q0)
+    store_row_of_32(to + pace, p1, q1)
+    store_row_of_32(to + 2 * pace, p2, q2)
+    store_row_of_32(to + 3 * pace, p3, q3)
+    store_row_of_32(to + 4 * pace, p4, q4)
+    store_row_of_32(to + 5 * pace, p5, q5)
+    store_row_of_32(to + 6 * pace, p6, q6)
+    store_row_of_32(to + 7 * pace, p7, q7)
 
 
 @subroutine
-def load_two_scaled(rows, factor_address):
+def load_scaled_row_of_32(rows, factor_address):
     """Load a row of 32 numbers, times the factor at `factor_address`, as two vectors."""
     f = splat_from(factor_address)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
 @subroutine
-def store_two(to, x, y):
+def store_row_of_32(to, x, y):
     """Store two vectors as a row of 32 numbers."""
     store(to, x)
     store(to + 64, y)
 
 
 @subroutine
-def find_visible_keys(mask, step, tokens, s, keys, to):
+def find_visible_tile_keys(mask, step, tokens, s, keys, to):
     """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
 
     Returns:
@@ -189,14 +189,14 @@ def find_visible_keys(mask, step, tokens, s, keys, to):
                 for t in range(first, min(tokens, first + MATRIX_ROWS)):
                     lanes = load_mask_lanes(mask + t * step, s + r, keys)
                     marks, max_lanes = or_int(marks, float_to_bits(lanes)), max_or_second(lanes, max_lanes)
-            bits |= find_visible_lanes(max_lanes) << r
+            bits |= find_visible_key_bits(max_lanes) << r
         store_long(to + first, bits)
         union |= bits
-    return union, greater_bits(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
+    return union, greater_bitmask(where_nonzero(bits_to_float(marks), splat(FLOAT_ONE), zeros()), zeros()) == 0
 
 
 @subroutine
-def find_bit_range(bits):
+def find_set_bit_range(bits):
     """Return the range of set bits (visible keys of a tile), rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
@@ -204,7 +204,7 @@ def find_bit_range(bits):
 
 
 @subroutine
-def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
+def apply_online_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by softmax weights, and update the online softmax state of each token.
 
     `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
@@ -217,18 +217,18 @@ def apply_tile_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
         if cap > FLOAT_ZERO or lane_mask != 0:
             if lane_mask != 0:
                 h, g = load(lane_mask + r), load(lane_mask + r + 64)
-            u, v = finish_scores(u, h, cap, slope), finish_scores(v, g, cap, slope)
-            store_two(scores + r, u, v)
+            u, v = apply_cap_and_mask(u, h, cap, slope), apply_cap_and_mask(v, g, cap, slope)
+            store_row_of_32(scores + r, u, v)
         x, y = max_or_second(u, x), max_or_second(v, y)
-    store_two(state, x, y)
+    store_row_of_32(state, x, y)
     h, g = exp2(sub(before, x)), exp2(sub(other, y))
-    store_two(fades, h, g)
+    store_row_of_32(fades, h, g)
     sums, more = mul(load(state + 128), h), mul(load(state + 192), g)
     for r in range(4 * BLOCK_TOKENS * low, 4 * BLOCK_TOKENS * high, 4 * BLOCK_TOKENS):
         u, v = exp2(sub(load(scores + r), x)), exp2(sub(load(scores + r + 64), y))
-        store_two(scores + r, u, v)
+        store_row_of_32(scores + r, u, v)
         sums, more = add(sums, u), add(more, v)
-    store_two(state + 128, sums, more)
+    store_row_of_32(state + 128, sums, more)
 
 
 @subroutine
@@ -263,14 +263,14 @@ def load_queries(a, heads, start, end, place):
         for h in range(ARGS.shared(a)):
             head = heads + h * HEAD_BYTES
             query, sink = load_long(head + HEAD_QUERY) + first * step, load_sink_score(head)
-            copy_padded_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros())
+            copy_scaled_padded_rows(query, step, end - first, size, ARGS.factor(a), keys, BLOCK_TOKENS, deep, zeros())
             for c in range(0, deep, LANES):
                 to = queries + 4 * BLOCK_TOKENS * c
                 transpose_16x16(keys + 4 * c, 4 * deep, to, 4 * BLOCK_TOKENS)
                 transpose_16x16(keys + 4 * (LANES * deep + c), 4 * deep, to + 64, 4 * BLOCK_TOKENS)
             top = splat(max(sink, MIN_SCORE))
-            store_two(states, top, top)
-            store_two(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
+            store_row_of_32(states, top, top)
+            store_row_of_32(states + 128, exp2(sub(splat(sink), top)), exp2(sub(splat(sink), top)))
             for c in range(0, 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS), 64):
                 store(results + c, zeros())
             queries += 4 * BLOCK_TOKENS * deep
@@ -278,7 +278,7 @@ def load_queries(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * round_up(ARGS.width(a), BLOCK_TOKENS)
 
 
-def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
+def _make_copy_tile_rows(cells: CacheRowOperations) -> Subroutine:
     """Make the subroutine that copies tile rows to zero-padded float32: ``(source, step, rows, size, to, wide)``."""
     load_first = cells.load_first
 
@@ -291,7 +291,7 @@ def _make_copy_tile_rows(cells: CacheCells) -> Subroutine:
     return subroutine(copy_tile_rows)
 
 
-def _make_copy_tile(k: DType, v: DType) -> Subroutine:
+def _make_copy_kv_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that copies the keys and values of a tile to dense, zero-padded float32 rows."""
     copy_keys, copy_values = _make_copy_tile_rows(CELLS_BY_DTYPE[k]), _make_copy_tile_rows(CELLS_BY_DTYPE[v])
 
@@ -306,9 +306,9 @@ def _make_copy_tile(k: DType, v: DType) -> Subroutine:
 
 
 @subroutine
-def load_mask(mask, step, count, left, scratch, lane_mask):
+def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
     """Load the mask of a tile and transpose it, so that tokens are lanes. `scratch` has as many rows as the mask."""
-    copy_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
+    copy_scaled_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
         transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
         transpose_16x16(
@@ -320,30 +320,30 @@ def load_mask(mask, step, count, left, scratch, lane_mask):
 
 
 @subroutine
-def attend_block(a, count, union, lane_mask, slope, queries, state, result, place):
+def attend_tokens(a, count, union, lane_mask, slope, queries, state, result, place):
     """Attend a block of tokens of one head to a tile of keys: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
-    low, high = find_bit_range(union)
+    low, high = find_set_bit_range(union)
     row = 4 * round_up(size, LANES)
     for r in range(low, high, MATRIX_ROWS):
-        add_matrix_product(
+        add_8x32_matrix_product(
             keys + r * row, row, 4, queries, 4 * BLOCK_TOKENS, size, p + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS, 0
         )
-    apply_tile_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
+    apply_online_softmax(p, lane_mask, low, high, ARGS.cap(a), slope, state, fades)
     for t in range(0, count, MATRIX_ROWS):
-        low, high = find_bit_range(load_long(bits + t))
+        low, high = find_set_bit_range(load_long(bits + t))
         at, to = values + 4 * low * wide, result + 4 * t * wide
         for c in range(0, 4 * wide, 4 * BLOCK_TOKENS):
             weights = p + 4 * (BLOCK_TOKENS * low + t)
-            add_matrix_product(
+            add_8x32_matrix_product(
                 weights, 4, 4 * BLOCK_TOKENS, at + c, 4 * wide, high - low, to + c, 4 * wide, fades + 4 * t
             )
 
 
-def _make_attend_all(k: DType, v: DType) -> Subroutine:
+def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
     """Make the subroutine that attends all tokens of a unit to a key tile, which is copied if a token sees it."""
-    copy_tile = _make_copy_tile(k, v)
+    copy_tile = _make_copy_kv_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):
         shared, keys, step = ARGS.shared(a), ARGS.keys(a), ARGS.mask_step(a)
@@ -356,16 +356,16 @@ def _make_attend_all(k: DType, v: DType) -> Subroutine:
                 head = heads + h * HEAD_BYTES
                 mask = load_long(head + HEAD_MASK) + first * step
                 if mask != known:
-                    union, plain = find_visible_keys(mask, step, count, s, keys, bits)
+                    union, plain = find_visible_tile_keys(mask, step, count, s, keys, bits)
                     known = mask
                     if union != 0 and not plain:
-                        load_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
+                        load_transposed_mask(mask + 4 * s, step, count, keys - s, place[2], lane_mask)
                 if union != 0:
                     if not ready:
                         copy_tile(a, heads, s, place)
                         ready = True
                     slope = load_scalar(head + HEAD_SLOPE)
-                    attend_block(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
+                    attend_tokens(a, count, union, 0 if plain else lane_mask, slope, queries, states, results, place)
                 queries += 4 * BLOCK_TOKENS * deep
                 states += 8 * BLOCK_TOKENS
                 results += 4 * BLOCK_TOKENS * wide
@@ -391,7 +391,7 @@ def store_results(a, heads, start, end, place):
             results += 4 * BLOCK_TOKENS * wide
 
 
-def make_span_kernel(
+def make_attention_span_kernel(
     name: str,
     locate_scratch: Subroutine,
     load_unit: Subroutine,
@@ -429,7 +429,7 @@ def make_span_kernel(
                     store_unit(a, heads, start, stop, place)
                     mine = take_work_item(tickets, item + 1)
                 item += 1
-        finish_queue(tickets, mine, item, threads)
+        reset_queue(tickets, mine, item, threads)
         end(place[0])
         return 0
 
@@ -440,6 +440,6 @@ def make_span_kernel(
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
     name = f"attention_many.attend.{k}.{v}"
-    return make_span_kernel(
-        name, compute_scratch_layout, load_queries, _make_attend_all(k, v), store_results, do_nothing, do_nothing
+    return make_attention_span_kernel(
+        name, compute_scratch_layout, load_queries, _make_attend_to_tile(k, v), store_results, do_nothing, do_nothing
     )

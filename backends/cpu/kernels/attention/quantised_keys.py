@@ -13,7 +13,7 @@ import numpy as np
 from .....graph.dtypes import DType
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.byte_vectors import dot4, splat_4_bytes
-from ...simd.transpose_int8 import gather_f16, transpose_4_bit_blocks, transpose_8_bit_blocks
+from ...simd.transpose_int8 import copy_strided_f16, transpose_4_bit_blocks, transpose_8_bit_blocks
 from ...simd.vectors import (
     absolute,
     add,
@@ -37,7 +37,7 @@ from ...simd.vectors import (
     zero_ints,
     zeros,
 )
-from ..vector.block_rows import BLOCK_ELEMENTS, Q8_0_MAX_CODE, SCALE_BYTES, safe_reciprocal
+from ..vector.block_rows import BLOCK_ELEMENTS, Q8_0_MAX_CODE, SCALE_BYTES, reciprocal_or_zero
 
 TRANSPOSED_BLOCK_BYTES = 512
 """Bytes of a transposed block of 16 keys."""
@@ -69,7 +69,7 @@ def make_quantise_query(dtype: DType) -> Subroutine:
         for c in range(0, size, BLOCK_ELEMENTS):
             x, y, at = load(query + 4 * c), load(query + 4 * c + 64), c // BLOCK_ELEMENTS * 4
             d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
-            factor = safe_reciprocal(d)
+            factor = reciprocal_or_zero(d)
             x, y = round_away(mul(x, factor)), round_away(mul(y, factor))
             store_u8_lanes(to + c, truncate_to_int(x))
             store_u8_lanes(to + c + 16, truncate_to_int(y))
@@ -79,7 +79,7 @@ def make_quantise_query(dtype: DType) -> Subroutine:
     return subroutine(quantise_query)
 
 
-def make_transpose_keys(dtype: DType) -> Subroutine:
+def make_transpose_16_keys(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes the codes of 16 quantised keys, so that lanes are keys.
 
     The subroutine is ``(keys, step, last, size, to)``. `last` is the index of the last key; keys behind it repeat it.
@@ -96,13 +96,13 @@ def make_transpose_keys(dtype: DType) -> Subroutine:
                 keys + block * nbytes + SCALE_BYTES, step, last, second, to + block * TRANSPOSED_BLOCK_BYTES
             )
         for block in range(blocks):
-            gather_f16(keys + block * nbytes, step, last, scales + 32 * block)
+            copy_strided_f16(keys + block * nbytes, step, last, scales + 32 * block)
 
     return subroutine(transpose_keys)
 
 
 @subroutine
-def dot_query_keys(query, keys, size):
+def dot_query_with_16_keys(query, keys, size):
     """Return the 16 dot products of a quantised query and 16 transposed keys.
 
     ``x[k] = sum over b of query_scale[b] * key_scale[b, k] * (q[b] . key[b, k] + correction[b])``.

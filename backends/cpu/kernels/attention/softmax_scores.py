@@ -16,7 +16,7 @@ from ...simd.vectors import (
     bits_to_float,
     float_to_bits,
     fma,
-    greater_bits,
+    greater_bitmask,
     lane_0,
     load,
     load_first_lanes_or,
@@ -93,7 +93,7 @@ def max_or_second(x, y):
 
 
 @subroutine
-def finish_scores(x, mask, cap, slope):
+def apply_cap_and_mask(x, mask, cap, slope):
     """Apply the soft cap and the mask to scaled products of 16 lanes: ``slope * mask + cap * tanh(x)``.
 
     Without a cap the score is ``slope * mask + x``. `slope` is the ALiBi slope of the head.
@@ -118,38 +118,38 @@ def load_mask_lanes(mask, s, keys):
 
 
 @subroutine
-def find_visible_lanes(mask):
+def find_visible_key_bits(mask):
     """Return one bit for each of 16 keys that is visible by the mask."""
-    return greater_bits(mask, splat(MIN_SCORE))
+    return greater_bitmask(mask, splat(MIN_SCORE))
 
 
 @subroutine
-def find_first_visible(mask, keys):
+def find_first_visible_key(mask, keys):
     """Find the first visible key of a mask row, rounded down to a multiple of 16."""
     s = 0
-    while s < keys and find_visible_lanes(load_mask_lanes(mask, s, keys)) == 0:
+    while s < keys and find_visible_key_bits(load_mask_lanes(mask, s, keys)) == 0:
         s += LANES
     return s
 
 
 @subroutine
-def find_end_of_visible(mask, keys):
+def find_end_of_visible_keys(mask, keys):
     """Find the end of the visible keys of a mask row, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
-    while s > 0 and find_visible_lanes(load_mask_lanes(mask, s - LANES, keys)) == 0:
+    while s > 0 and find_visible_key_bits(load_mask_lanes(mask, s - LANES, keys)) == 0:
         s -= LANES
     return min(s, keys)
 
 
 @subroutine
-def find_visible_range(heads, shared, tokens, step, keys):
+def find_visible_key_range(heads, shared, tokens, step, keys):
     """Find the range of keys that are visible to any token in any head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
         if mask != known:
             for t in range(tokens):
-                low = min(low, find_first_visible(mask + t * step, keys))
-                high = max(high, find_end_of_visible(mask + t * step, keys))
+                low = min(low, find_first_visible_key(mask + t * step, keys))
+                high = max(high, find_end_of_visible_keys(mask + t * step, keys))
             known = mask
     return min(low, high), high

@@ -23,16 +23,16 @@ from ...steps.work_queue import (
     choose_span,
     compute_span_start,
     count_spans,
-    finish_queue,
+    reset_queue,
     select_span_queue,
     take_work_item,
 )
-from ..packed.activation_quantisation import PANEL_ROWS, compute_quantised_bytes, quantise_activations
+from ..packed.activation_quantisation import PANEL_ROWS, compute_quantised_activation_bytes, quantise_activations
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS
-from ..vector.amx_tiles import select_tile_operations
+from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.elementwise import store_lanes
-from .amx_weights import BLOCK_BYTES, AmxWeight, make_amx_weight, make_multiply_terms
-from .tile_loops import GROUP_ROWS, is_shared_by_threads, prefetch_section
+from .amx_weights import BLOCK_BYTES, AmxWeightType, make_amx_weight_type, make_multiply_bf16_terms
+from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
 
 MATRIX_SUM_BYTES = 4 * TILE_BYTES
 """Bytes of the sums of 32 rows and two groups, tile by tile."""
@@ -48,19 +48,19 @@ EXPANDED_OFFSET, SUMS_OFFSET = TILE_MEMORY_BYTES, TILE_MEMORY_BYTES + MAX_EXPAND
 SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * MAX_MATRICES * MATRIX_SUM_BYTES
 
 
-def choose_activation_kind(call: BoundInstruction) -> int | None:
+def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
     """Choose how a matmul reads its activations: a kind of `rounding`, or None for float32."""
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
-    if target_cpu.find_tile_support() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
-        weight = make_amx_weight(w.dtype)
+    if target_cpu.find_amx_support() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
+        weight = make_amx_weight_type(w.dtype)
         if math.prod(call.out.shape[:-1]) >= weight.min_activation_rows * experts:
             return weight.activation_kind
     return packed.zero_point if packed else None
 
 
 @subroutine
-def compute_matrices_per_pass(columns, terms):
+def compute_expanded_matrices_per_pass(columns, terms):
     """Return the number of matrices that are expanded together: as many as the scratch can hold.
 
     A matrix has two groups of weight rows. More matrices mean that activations are loaded from distant memory less
@@ -69,7 +69,7 @@ def compute_matrices_per_pass(columns, terms):
     return min(MAX_MATRICES, MAX_EXPANDED_TERMS // (terms * min(TERMS_PER_PASS // terms, columns // BLOCK_COLUMNS)))
 
 
-def make_amx_multiply(weight: AmxWeight, store_sums: Subroutine, first_weight_groups: int) -> Subroutine:
+def make_multiply_rows_by_amx(weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int) -> Subroutine:
     """Make the subroutine that multiplies a chunk of activation rows with weight groups by AMX tiles.
 
     The subroutine is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. It
@@ -82,12 +82,12 @@ def make_amx_multiply(weight: AmxWeight, store_sums: Subroutine, first_weight_gr
         store_sums: ``(mine, sums, rows, left, to, step)`` stores the sums of `rows` rows from the first four registers.
         first_weight_groups: Groups of a matrix that belong to `w`: 2, or 1 for two weights.
     """
-    unit, expand = select_tile_operations(), weight.expand_blocks
-    multiply_one, multiply_two = make_multiply_terms(weight, 1), make_multiply_terms(weight, 2)
+    unit, expand = select_amx_tile_operations(), weight.expand_blocks
+    multiply_one, multiply_two = make_multiply_bf16_terms(weight, 1), make_multiply_bf16_terms(weight, 2)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3 = unit.load[:4]
     store_0, store_1, store_2, store_3 = unit.store[:4]
-    w_block, x_block = weight.block_bytes, weight.activation_block_bytes
+    w_block, x_block = weight.expanded_block_bytes, weight.activation_block_bytes
     lines, wide = x_block // MAX_MATRICES // 64, TERMS_PER_PASS // weight.term_count
 
     def multiply_matrices(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
@@ -110,8 +110,8 @@ def make_amx_multiply(weight: AmxWeight, store_sums: Subroutine, first_weight_gr
             for i in range(chunk, stop, PANEL_ROWS):
                 block, coming = mine + EXPANDED_OFFSET, x + (i // PANEL_ROWS + 1) * pitch + first * x_block
                 for k in range(matrices):
-                    next_w = prefetch_section(next_w, matrices * GROUP_ROWS * stride, parts)
-                    next_v = prefetch_section(next_v, matrices * GROUP_ROWS * stride, parts)
+                    next_w = prefetch_section_to_l2(next_w, matrices * GROUP_ROWS * stride, parts)
+                    next_v = prefetch_section_to_l2(next_v, matrices * GROUP_ROWS * stride, parts)
                     if number == 0:
                         clear_0(mine)
                         clear_1(mine)
@@ -153,12 +153,12 @@ def make_amx_multiply(weight: AmxWeight, store_sums: Subroutine, first_weight_gr
     return subroutine(multiply_matrices)
 
 
-def make_store_sums() -> Subroutine:
+def make_store_amx_sums() -> Subroutine:
     """Make the subroutine that stores the AMX sums of a plain matmul to rows of `to`.
 
     It is the argument `store_sums` of `make_multiply_rows_by_amx`.
     """
-    unit = select_tile_operations()
+    unit = select_amx_tile_operations()
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
     def store_sums(mine, sums, rows, left, to, step):
@@ -185,14 +185,17 @@ ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets"
 
 
 @cache
-def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
+def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
     """Make the AMX kernel of a matmul of many rows: ``y[i] = w @ x[i]`` for `count` rows.
 
     Kernel arguments in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step`
     from row to row of y. Each thread has `SCRATCH_BYTES`.
     """
-    multiply_matrices, configure = make_amx_multiply(weight, make_store_sums(), 2), select_tile_operations().configure
-    release = select_tile_operations().release
+    multiply_matrices, configure = (
+        make_multiply_rows_by_amx(weight, make_store_amx_sums(), 2),
+        select_amx_tile_operations().configure,
+    )
+    release = select_amx_tile_operations().release
 
     terms = weight.term_count
 
@@ -200,7 +203,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH_BYTES
         spans = count_spans(count, MIN_EXPANSION_ROWS, threads)
-        matrices_per_pass = compute_matrices_per_pass(columns, terms)
+        matrices_per_pass = compute_expanded_matrices_per_pass(columns, terms)
         configure(mine)
         for turn in range(spans):
             span = choose_span(turn, spans, thread, threads)
@@ -222,7 +225,7 @@ def make_amx_matmul_kernel(weight: AmxWeight) -> Kernel:
                         ticket = take_work_item(own, item + 1)
                     item += 1
                     row += matrices_per_pass * 2 * GROUP_ROWS
-            finish_queue(own, ticket, item, threads)
+            reset_queue(own, ticket, item, threads)
         release(mine)
         return 0
 
@@ -235,7 +238,7 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
     `stride` is the bytes of a weight row.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    weight, is_shared, columns = make_amx_weight(w.dtype), is_shared_by_threads(steps, call), w.shape[-1]
+    weight, is_shared, columns = make_amx_weight_type(w.dtype), is_matmul_shared_by_threads(steps, call), w.shape[-1]
     tiled = quantise_activations(steps, x, weight.activation_kind, for_all=is_shared)[0]
     memory = steps.scratch("tiled", SCRATCH_BYTES * steps.threads)
 
@@ -246,7 +249,7 @@ def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int
             rows=y.shape[-1],
             columns=columns,
             x=tiled.address,
-            pitch=compute_quantised_bytes(1, columns, weight.activation_kind),
+            pitch=compute_quantised_activation_bytes(1, columns, weight.activation_kind),
             count=math.prod(y.shape[:-1]),
             y=y.address,
             step=y.row_stride_bytes,

@@ -15,29 +15,35 @@ from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import load, load_int, store, store_int, zeros
 from ...steps.step_table import StepTableBuilder, ThreadWork
-from ...steps.work_queue import finish_queue, take_work_item
+from ...steps.work_queue import reset_queue, take_work_item
 from ..packed.activation_quantisation import (
     PANEL_ROWS,
     TILE_ROW_BYTES,
     QuantisedTarget,
-    compute_quantised_bytes,
+    compute_quantised_activation_bytes,
     quantise_activations,
     quantise_block_to_targets,
 )
 from ..packed.format_table import BLOCK_COLUMNS
-from ..vector.amx_tiles import select_tile_operations
+from ..vector.amx_tiles import select_amx_tile_operations
 from ..vector.elementwise import store_lanes
 from .amx_matmul import (
     MAX_MATRICES,
     ROWS_PER_CHUNK,
     SCRATCH_BYTES,
-    compute_matrices_per_pass,
-    make_amx_multiply,
-    make_store_sums,
+    compute_expanded_matrices_per_pass,
+    make_multiply_rows_by_amx,
+    make_store_amx_sums,
 )
-from .amx_weights import BLOCK_BYTES, AmxWeight, make_amx_weight
+from .amx_weights import BLOCK_BYTES, AmxWeightType, make_amx_weight_type
 from .packed_matmul import compute_weight_strides
-from .tile_loops import GROUP_ROWS, ExpertSlots, compute_activation_row, is_shared_by_threads, zero_remote_rows
+from .tile_loops import (
+    GROUP_ROWS,
+    ExpertSlots,
+    compute_activation_row_of_slot,
+    is_matmul_shared_by_threads,
+    zero_remote_expert_rows,
+)
 
 RESULT_ROW_BYTES = MAX_MATRICES * 2 * GROUP_ROWS * 4 + 64
 """Bytes from row to row of the results; 64 extra bytes spread the rows over the sets of the nearest cache."""
@@ -49,17 +55,17 @@ GATHERED_OFFSET = ROW_NUMBERS_OFFSET + ROWS_PER_CHUNK * 4
 ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
 )
-ROUNDING_WORD = ARGS.first_word("rounding")
+ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @subroutine
-def gather_slot_rows(a, mine, chunk, stop):
+def gather_activation_rows_of_slots(a, mine, chunk, stop):
     """Gather the activation rows of the sorted slots `chunk` to `stop` into tiles in the scratch of the thread."""
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
-        store_int(numbers + 4 * (i - chunk), compute_activation_row(load_int(slots + 4 * i), used, shared))
+        store_int(numbers + 4 * (i - chunk), compute_activation_row_of_slot(load_int(slots + 4 * i), used, shared))
     for first in range(0, stop - chunk, PANEL_ROWS):
         to = mine + GATHERED_OFFSET + first // PANEL_ROWS * pitch
         for start in range(0, pitch, BLOCK_BYTES):
@@ -72,7 +78,7 @@ def gather_slot_rows(a, mine, chunk, stop):
 
 
 @subroutine
-def scatter_slot_rows(a, mine, chunk, stop, first, count):
+def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
     """Scatter the result rows of the sorted slots `chunk` to `stop`: store them as float32, and quantise them.
 
     It processes `count` columns from column `first` on.
@@ -92,12 +98,12 @@ def scatter_slot_rows(a, mine, chunk, stop, first, count):
 
 
 @subroutine
-def zero_and_quantise_remote_rows(a, mine):
+def zero_and_quantise_remote_expert_rows(a, mine):
     """Zero the result rows of slots that belong to experts of other devices, as float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
-        zero_remote_rows(starts, experts, ARGS.y(a), ARGS.step(a), rows)
+        zero_remote_expert_rows(starts, experts, ARGS.y(a), ARGS.step(a), rows)
     store(results, zeros())
     store(results + 64, zeros())
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
@@ -105,7 +111,9 @@ def zero_and_quantise_remote_rows(a, mine):
             quantise_block_to_targets(a, ROUNDING_WORD, load_int(slots + 4 * i), b, results)
 
 
-def make_amx_moe_kernel(name: str, weight: AmxWeight, store_sums: Subroutine, first_weight_groups: int) -> Kernel:
+def make_amx_moe_matmul_kernel(
+    name: str, weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int
+) -> Kernel:
     """Make the AMX kernel of an MoE matmul, or of the gated unit of two MoE matmuls.
 
     ``y[i] = w[expert of slot i] @ x[row of slot i]``. The kernel quantises the result for its consumers. It stores
@@ -120,17 +128,17 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, store_sums: Subroutine, fi
         first_weight_groups: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
     multiply_matrices, configure = (
-        make_amx_multiply(weight, store_sums, first_weight_groups),
-        select_tile_operations().configure,
+        make_multiply_rows_by_amx(weight, store_sums, first_weight_groups),
+        select_amx_tile_operations().configure,
     )
-    release = select_tile_operations().release
+    release = select_amx_tile_operations().release
     terms = weight.term_count
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * (GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch)
-        wide = compute_matrices_per_pass(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
+        wide = compute_expanded_matrices_per_pass(columns, terms) // 2 * 2 * first_weight_groups * GROUP_ROWS
         ahead, results = threads * wide * stride, mine + RESULTS_OFFSET
         configure(mine)
         item, ticket, gathered_chunk = 0, take_work_item(tickets, 0), -1
@@ -142,7 +150,7 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, store_sums: Subroutine, fi
                 while row < rows:
                     if item == ticket:
                         if gathered_chunk != chunk:
-                            gather_slot_rows(a, mine, chunk, stop)
+                            gather_activation_rows_of_slots(a, mine, chunk, stop)
                             gathered_chunk = chunk
                         skipped, left = expert * between + row * stride, rows - row
                         w, v = ARGS.weights(a, 0) + skipped, ARGS.weights(a, 1) + skipped
@@ -166,40 +174,40 @@ def make_amx_moe_kernel(name: str, weight: AmxWeight, store_sums: Subroutine, fi
                             RESULT_ROW_BYTES,
                             ahead,
                         )
-                        scatter_slot_rows(a, mine, chunk, stop, row, min(wide, left))
+                        scatter_result_rows_of_slots(a, mine, chunk, stop, row, min(wide, left))
                         ticket = take_work_item(tickets, item + 1)
                     item += 1
                     row += wide
-        finish_queue(tickets, ticket, item, threads)
+        reset_queue(tickets, ticket, item, threads)
         release(mine)
         if thread == 0:
-            zero_and_quantise_remote_rows(a, mine)
+            zero_and_quantise_remote_expert_rows(a, mine)
         return 0
 
     return Kernel(name, body)
 
 
-def compute_moe_scratch_bytes(pitch: int) -> int:
+def compute_amx_moe_scratch_bytes(pitch: int) -> int:
     """Return the scratch bytes of a thread in an AMX MoE matmul. `pitch` is the bytes of 32 activation rows."""
     return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 
 @cache
-def make_single_amx_moe_kernel(weight: AmxWeight) -> Kernel:
+def make_single_weight_amx_moe_kernel(weight: AmxWeightType) -> Kernel:
     """Make the AMX kernel of an MoE matmul with a single weight."""
-    return make_amx_moe_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_sums(), 2)
+    return make_amx_moe_matmul_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_amx_sums(), 2)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def bind_amx_moe(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
+def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
     """Add the steps of an MoE matmul of many rows by AMX tiles."""
     w, y = call.operand(0), call.out
     second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
-    add_amx_moe_step(
+    add_amx_moe_matmul_step(
         steps,
-        make_single_amx_moe_kernel(make_amx_weight(w.dtype)),
+        make_single_weight_amx_moe_kernel(make_amx_weight_type(w.dtype)),
         [call],
         [w.address, second],
         slots,
@@ -207,7 +215,7 @@ def bind_amx_moe(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertS
     )
 
 
-def add_amx_moe_step(
+def add_amx_moe_matmul_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     products: Sequence[BoundInstruction],
@@ -226,12 +234,15 @@ def add_amx_moe_step(
         to: The destination of the result rows.
     """
     w, x = products[0].operand(0), products[0].operand(1)
-    is_shared = is_shared_by_threads(steps, products[0])
+    is_shared = is_matmul_shared_by_threads(steps, products[0])
     columns, (stride, between) = w.shape[-1], compute_weight_strides(w)
-    kind = make_amx_weight(w.dtype).activation_kind
-    tiled, pitch = quantise_activations(steps, x, kind, for_all=is_shared)[0], compute_quantised_bytes(1, columns, kind)
+    kind = make_amx_weight_type(w.dtype).activation_kind
+    tiled, pitch = (
+        quantise_activations(steps, x, kind, for_all=is_shared)[0],
+        compute_quantised_activation_bytes(1, columns, kind),
+    )
     rows = to.float_rows.shape[-1]
-    nbytes = compute_moe_scratch_bytes(pitch)
+    nbytes = compute_amx_moe_scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:

@@ -15,14 +15,14 @@ from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from ...compilation.compiler import Subroutine, subroutine
 from ...simd.amx import TILE_BYTES, TILE_ROW_BYTES
-from ...simd.bf16_pairs import store_dequantised_bf16
-from ...simd.bf16_terms import store_ordered_bf16_terms
+from ...simd.bf16_pairs import store_dequantised_bf16_tile
+from ...simd.bf16_terms import make_store_of_ordered_bf16_terms
 from ...simd.permute_lanes import transpose_f32
 from ...simd.vectors import LANES, load, load_f16
 from ..packed.activation_quantisation import SPLIT_KIND, TERMS_BY_KIND, TILED_KIND
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, UNIT_BLOCKS, PackedFormat
-from ..vector.amx_tiles import select_tile_operations
-from .tile_loops import GROUP_ROWS, prefetch_lines
+from ..vector.amx_tiles import select_amx_tile_operations
+from .tile_loops import GROUP_ROWS, prefetch_cache_lines
 
 BLOCK_BYTES = 2 * TILE_BYTES
 """Bytes of one term of 32 columns: of two groups, or of 32 activation rows."""
@@ -33,7 +33,7 @@ FLOAT32_TERMS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class AmxWeight:
+class AmxWeightType:
     """A weight type for AMX tiles: how its rows expand to bfloat16 terms.
 
     Attributes:
@@ -53,7 +53,7 @@ class AmxWeight:
     expand_blocks: Subroutine
 
     @property
-    def block_bytes(self) -> int:
+    def expanded_block_bytes(self) -> int:
         """Bytes of an expanded weight block: 32 columns of two groups, in all terms."""
         return self.term_count * BLOCK_BYTES
 
@@ -64,39 +64,39 @@ class AmxWeight:
 
 
 @cache
-def make_amx_weight(dtype: DType) -> AmxWeight:
+def make_amx_weight_type(dtype: DType) -> AmxWeightType:
     """Make the AMX parameters of a weight type."""
     if dtype in FORMATS:
-        return AmxWeight(dtype, TILED_KIND, 1, 24, _make_expand_packed(FORMATS[dtype]))
+        return AmxWeightType(dtype, TILED_KIND, 1, 24, _make_expand_packed_to_bf16(FORMATS[dtype]))
     if dtype is DType.BF16:
-        return AmxWeight(dtype, SPLIT_KIND, 1, 7, _expand_bf16)
+        return AmxWeightType(dtype, SPLIT_KIND, 1, 7, _expand_bf16_weights)
     terms, min_rows = {DType.F16: (2, 7), DType.F32: (FLOAT32_TERMS, 96)}[dtype]
-    return AmxWeight(dtype, SPLIT_KIND, terms, min_rows, _make_expand_split(dtype, terms))
+    return AmxWeightType(dtype, SPLIT_KIND, terms, min_rows, _make_expand_floats_to_bf16_terms(dtype, terms))
 
 
-def _make_expand_packed(form: PackedFormat) -> Subroutine:
+def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
     """Make the subroutine that dequantises packed blocks to one bfloat16 term (`AmxWeightType.expand_blocks`)."""
-    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
+    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
     lines = -(-nbytes // 64)
 
     def expand_packed(to, group, stride, left, first, last, n):
         for block in range(first, last):
-            prefetch_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
+            prefetch_cache_lines(group + block * nbytes, lines, PREFETCH_BYTES, PREFETCH_BYTES)
             start = block // UNIT_BLOCKS * UNIT_BLOCKS
             b, count, planes = block - start, min(UNIT_BLOCKS, n - start), group + start * nbytes
             second = planes + count * of_first
             behind = second + count * of_second
             d, e = scales(behind, b)
             m, o = biases(behind, b)
-            store_dequantised_bf16(to, codes(planes + b * of_first, second + b * of_second), d, e, m, o)
+            store_dequantised_bf16_tile(to, codes(planes + b * of_first, second + b * of_second), d, e, m, o)
             to += BLOCK_BYTES
 
     return subroutine(expand_packed)
 
 
 @subroutine
-def _expand_bf16(to, group, stride, left, first, last, n):
+def _expand_bf16_weights(to, group, stride, left, first, last, n):
     """Expand blocks of a bfloat16 weight to AMX tiles by a transpose.
 
     Pairs of columns are adjacent already.
@@ -106,13 +106,13 @@ def _expand_bf16(to, group, stride, left, first, last, n):
         to += BLOCK_BYTES
 
 
-def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
+def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
     """Make the subroutine that expands float16 or float32 weights to bfloat16 terms (`AmxWeightType.expand_blocks`).
 
     It splits rows into terms, then transposes each term.
     """
     size = dtype.storage.itemsize
-    load_16, store = load_f16 if dtype is DType.F16 else load, store_ordered_bf16_terms(terms)
+    load_16, store = load_f16 if dtype is DType.F16 else load, make_store_of_ordered_bf16_terms(terms)
 
     def expand_split(to, group, stride, left, first, last, n):
         for block in range(first, last):
@@ -127,7 +127,7 @@ def _make_expand_split(dtype: DType, terms: int) -> Subroutine:
 
 
 @cache
-def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
+def make_multiply_bf16_terms(weight: AmxWeightType, tiles_of_x: int) -> Subroutine:
     """Make the subroutine that multiplies activation tiles and a weight block, in all pairs of bfloat16 terms.
 
     The subroutine is ``(mine, x, block)``. Four registers hold the sums. `tiles_of_x` is 1 or 2 activation tiles of 16
@@ -137,13 +137,13 @@ def make_multiply_terms(weight: AmxWeight, tiles_of_x: int) -> Subroutine:
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
     parts = (
-        _make_multiply_term(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
+        _make_multiply_bf16_term_pair(i * BLOCK_BYTES, j * BLOCK_BYTES, new, tiles_of_x == 2)
         for (i, j), new in zip(pairs, news, strict=True)
     )
-    return reduce(_chain_parts, parts)
+    return reduce(_chain_two_subroutines, parts)
 
 
-def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
+def _make_multiply_bf16_term_pair(i: int, j: int, new: bool, both: bool) -> Subroutine:
     """Make the subroutine that multiplies one weight term and one activation term in AMX registers.
 
     Args:
@@ -152,7 +152,7 @@ def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
         new: Whether to load the weight term.
         both: Whether to multiply two activation tiles instead of the first.
     """
-    unit = select_tile_operations()
+    unit = select_amx_tile_operations()
     load_x, load_y = unit.load[4:6]
     load_u, load_v = unit.load_streaming[6:]  # other matrices need the activations in the first cache next
     multiply_0, multiply_1, multiply_2, multiply_3 = (
@@ -175,7 +175,7 @@ def _make_multiply_term(i: int, j: int, new: bool, both: bool) -> Subroutine:
     return subroutine(multiply_term)
 
 
-def _chain_parts(before: Subroutine, after: Subroutine) -> Subroutine:
+def _chain_two_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
     """Chain two subroutines: run `before`, then `after`."""
 
     def run_both(mine, x, block):

@@ -21,7 +21,7 @@ from ...simd.vectors import LANES, gather_lanes, load, load_int, load_ints, load
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes
-from .float_matmul import COLUMN_BYTES, LANE_LOADERS, make_float_tiling
+from .float_matmul import COLUMN_BYTES, LANE_LOADERS, make_float_weight_tiling
 from .tile_loops import GROUP_ROWS
 
 Addresses = npt.NDArray[np.int64]
@@ -31,13 +31,13 @@ ARGS = declare_args("table products count rows columns w_row w_column x_row y_ro
 
 
 @cache
-def make_expand_rows(dtype: DType) -> Subroutine:
+def make_expand_dense_rows(dtype: DType) -> Subroutine:
     """Make the subroutine that expands columns of 16 rows of w, a matrix with dense rows.
 
     The subroutine is ``(a, to, w, row, left, first, count)``. It expands `count` columns from `first` on. Only `left`
     rows exist.
     """
-    expand = make_float_tiling(dtype).expand_blocks
+    expand = make_float_weight_tiling(dtype).expand_blocks
 
     def expand_rows(a, to, w, row, left, first, count):
         expand(to, w + row * ARGS.w_row(a), ARGS.w_row(a), left, ARGS.columns(a), first, count)
@@ -46,14 +46,14 @@ def make_expand_rows(dtype: DType) -> Subroutine:
 
 
 @subroutine
-def expand_columns(a, to, w, row, left, first, count):
+def expand_dense_columns(a, to, w, row, left, first, count):
     """Expand columns of 16 rows of w, a matrix with dense columns. Parameters are as in `make_expand_dense_rows`."""
     for c in range(first, first + count):
         store(to + (c - first) * COLUMN_BYTES, load_lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
 
 
 @subroutine
-def expand_windows(a, to, w, row, left, first, count):
+def expand_image_windows(a, to, w, row, left, first, count):
     """Expand columns of 16 rows of w, where each row is a window of an image (convolution).
 
     Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`. Parameters are as in `make_expand_dense_rows`.
@@ -80,7 +80,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         dtype: The type of w.
         expand: The expansion of w, for example `expand_dense_columns`.
     """
-    blocks = make_float_tiling(dtype)
+    blocks = make_float_weight_tiling(dtype)
     tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
     tile_rows, zeros, store_sums, spill, reload = (
         tile.row_addresses,
@@ -90,7 +90,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
         tile.reload,
     )
     add, record, size, wide = blocks.add_block, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
-    span = blocks.group_bytes
+    span = blocks.expanded_group_bytes
     tall, tile_groups, scratch, many = blocks.tile_rows, blocks.tile_groups, blocks.scratch_bytes, blocks.rows_per_chunk
 
     def body(a, thread, threads):
@@ -130,12 +130,12 @@ def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool
     float16 and bfloat16 matrices need a multiple of 16 columns.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    if w.dtype not in LANE_LOADERS or not has_readable_rows(x, y):
+    if w.dtype not in LANE_LOADERS or not has_readable_float_rows(x, y):
         return False
     if w.is_dense_along(-1) and (w.is_float or w.shape[-1] % LANES == 0):
-        kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_rows(w.dtype))
+        kernel = make_batched_matmul_kernel("rows", w.dtype, make_expand_dense_rows(w.dtype))
     elif w.is_dense_along(-2) and w.is_float:
-        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_columns)
+        kernel = make_batched_matmul_kernel("columns", w.dtype, expand_dense_columns)
     else:
         return False
     row, column = (s * w.dtype.storage.itemsize for s in w.strides[-2:])
@@ -162,7 +162,7 @@ def add_batched_matmul_step(
         where: Kernel arguments that locate rows and columns of w.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
-    size, along = make_float_tiling(w.dtype).scratch_bytes, _choose_row_axis(w, x)
+    size, along = make_float_weight_tiling(w.dtype).scratch_bytes, _choose_longest_broadcast_axis(w, x)
     words = ARGS(
         table=steps.constant(table).address,
         products=len(table),
@@ -177,37 +177,37 @@ def add_batched_matmul_step(
     steps.add(kernel, words, reads=reads, writes=[y])
 
 
-def has_readable_rows(x: Operand, y: Operand) -> bool:
+def has_readable_float_rows(x: Operand, y: Operand) -> bool:
     """Return whether kernels can read `x` and write `y` in place: float32 with dense rows."""
     return x.is_float and y.is_float and x.is_dense_along(-1) and y.is_dense_along(-1)
 
 
-def _align_leading_axes(w: Operand, x: Operand) -> tuple[int, ...]:
+def _align_leading_sizes(w: Operand, x: Operand) -> tuple[int, ...]:
     """Return the sizes of w along the axes of x, without the last axis. 1 means that w is broadcast."""
     return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
 
 
-def _choose_row_axis(w: Operand, x: Operand) -> int:
+def _choose_longest_broadcast_axis(w: Operand, x: Operand) -> int:
     """Choose the rows of each product: the longest axis of x along which w is broadcast.
 
     One product takes all rows along this axis.
     """
-    leading = _align_leading_axes(w, x)
+    leading = _align_leading_sizes(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 
 
 def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
     """Compute the addresses of each product [products, 3]: its matrix of w, its first row of x, its first row of y."""
     w, x, y = call.operand(0), call.operand(1), call.out
-    leading, along, rank = _align_leading_axes(w, x), _choose_row_axis(w, x), len(x.shape) - 1
+    leading, along, rank = _align_leading_sizes(w, x), _choose_longest_broadcast_axis(w, x), len(x.shape) - 1
     shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
     each = np.indices(shape, np.int64).reshape(rank, -1)
     own = [each[axis] * leading[axis] // x.shape[axis] for axis in range(len(x.shape) - len(w.shape), rank - 1)]
     reached = ((w, own), (x, [*each]), (y, [*each]))
-    return np.stack([_compute_addresses(o, at, each.shape[1]) for o, at in reached], axis=1)
+    return np.stack([_compute_strided_addresses(o, at, each.shape[1]) for o, at in reached], axis=1)
 
 
-def _compute_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
+def _compute_strided_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
     """Compute `count` addresses of an operand from its strides and the indices along its first axes."""
     addresses = np.full(count, operand.address, np.int64)
     for at, stride in zip(entries, operand.strides, strict=False):

@@ -27,7 +27,7 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
-from .tile_loops import WeightTiling, make_matmul_kernel, prefetch_lines
+from .tile_loops import WeightTiling, make_grouped_matmul_kernel, prefetch_cache_lines
 
 EXPANDED_COLUMNS, COLUMN_BYTES = 768, 64
 """Columns that are expanded at a time, and bytes of one column of a group.
@@ -40,28 +40,28 @@ ROWS_PER_CHUNK, MAX_LEFTOVER_ROWS, MAX_UNEXPANDED_ROWS = 512, 3, 6
 
 
 @subroutine
-def load_f32_lanes(p, c, n):
+def load_f32_weight_lanes(p, c, n):
     """Load 16 columns of a float32 weight row from column `c` on, or as many of its `n` columns as are left."""
     return load_lanes(p, c, n, 4)
 
 
 @subroutine
-def load_f16_lanes(p, c, n):
+def load_f16_weight_lanes(p, c, n):
     """Load 16 columns of a float16 weight row from column `c` on, as float32."""
     return load_f16(p + 2 * c)
 
 
 @subroutine
-def load_bf16_lanes(p, c, n):
+def load_bf16_weight_lanes(p, c, n):
     """Load 16 columns of a bfloat16 weight row from column `c` on, as float32."""
     return load_bf16(p + 2 * c)
 
 
-LANE_LOADERS = {DType.F32: load_f32_lanes, DType.F16: load_f16_lanes, DType.BF16: load_bf16_lanes}
+LANE_LOADERS = {DType.F32: load_f32_weight_lanes, DType.F16: load_f16_weight_lanes, DType.BF16: load_bf16_weight_lanes}
 TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: transpose_bf16}
 
 
-def _make_expand_rows(dtype: DType) -> Subroutine:
+def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
     """Make the subroutine that transposes 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
@@ -72,7 +72,7 @@ def _make_expand_rows(dtype: DType) -> Subroutine:
     return subroutine(expand_rows)
 
 
-def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
+def _make_add_column_products(tile: DotTile, groups: int) -> Subroutine:
     """Make the subroutine that adds the products of one weight column and activation rows to the sums of a tile.
 
     It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
@@ -92,7 +92,7 @@ def _make_add_tile(tile: DotTile, groups: int) -> Subroutine:
     return subroutine(add_column if groups == 1 else add_column_of_three)
 
 
-def _make_multiply_few(dtype: DType, row_count: int) -> Subroutine:
+def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subroutine:
     """Make the subroutine that multiplies `row_count` activation rows with 16 float weight rows.
 
     It is the result of `WeightTiling.make_few_rows`. The weight rows are read in the order of memory. Each row has four
@@ -108,7 +108,7 @@ def _make_multiply_few(dtype: DType, row_count: int) -> Subroutine:
             row, c = group + i * stride, 0
             first, second, third, fourth = zero_sums(), zero_sums(), zero_sums(), zero_sums()
             while c + 4 * LANES <= columns:
-                prefetch_lines(row + c * size, size, l1_ahead, l2_ahead)
+                prefetch_cache_lines(row + c * size, size, l1_ahead, l2_ahead)
                 first = add_inner(first, weights(row, c, columns), x, 4 * c)
                 second = add_inner(second, weights(row, c + 16, columns), x, 4 * c + 64)
                 third = add_inner(third, weights(row, c + 32, columns), x, 4 * c + 128)
@@ -123,11 +123,11 @@ def _make_multiply_few(dtype: DType, row_count: int) -> Subroutine:
 
 
 @cache
-def make_float_tiling(dtype: DType) -> WeightTiling:
+def make_float_weight_tiling(dtype: DType) -> WeightTiling:
     """Make the tiling of a float weight type: a tile has as many rows and groups as registers can hold sums."""
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
-    expand, add = _make_expand_rows(dtype), _make_add_tile(make_dot_tile(rows, groups), groups)
-    few = partial(_make_multiply_few, dtype)
+    expand, add = _make_transpose_weight_rows(dtype), _make_add_column_products(make_dot_tile(rows, groups), groups)
+    few = partial(_make_multiply_few_activation_rows, dtype)
     return WeightTiling(
         1,
         4,
@@ -147,7 +147,7 @@ def make_float_tiling(dtype: DType) -> WeightTiling:
 @cache
 def make_float_matmul_kernel(dtype: DType) -> Kernel:
     """Make the matmul kernel of a float weight type. float16 and bfloat16 weights need a multiple of 16 columns."""
-    return make_matmul_kernel(f"dense.product.{dtype}", make_float_tiling(dtype))
+    return make_grouped_matmul_kernel(f"dense.product.{dtype}", make_float_weight_tiling(dtype))
 
 
 COLUMN_MATMUL_ARGS = declare_args(
@@ -156,7 +156,7 @@ COLUMN_MATMUL_ARGS = declare_args(
 
 
 @kernel
-def multiply_columns(a, thread, threads):
+def multiply_column_major_weights(a, thread, threads):
     """Compute the batched matmul ``y[b, i] = w[b] @ x[b, i]`` with column-major w: its columns are dense in memory.
 
     Each of `matrices` has `count` rows of x. Kernel arguments in bytes: ``*_between`` from matrix to matrix, ``*_row``
@@ -181,7 +181,7 @@ def multiply_columns(a, thread, threads):
     return 0
 
 
-def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def bind_column_major_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add a batched matmul with column-major weights, one matrix of w per matrix of x; return False if it does not fit.
 
     With more than `MAX_LEFTOVER_ROWS` rows of x it is faster to expand the columns instead.
@@ -207,10 +207,10 @@ def bind_column_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_between=4 * y.strides[0],
         y_row=4 * y.strides[1],
     )
-    steps.add(multiply_columns, words, reads=[w, x], writes=[y])
+    steps.add(multiply_column_major_weights, words, reads=[w, x], writes=[y])
     return True
 
 
-def is_readable_weight(w: Operand) -> bool:
+def is_readable_float_weight(w: Operand) -> bool:
     """Return whether kernels can read a float weight in place, without a copy."""
     return w.dtype in LANE_LOADERS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)

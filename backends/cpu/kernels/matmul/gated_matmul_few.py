@@ -17,47 +17,47 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_gated_unit
 from ...compilation.compiler import Kernel
 from ...compilation.kernel_args import declare_args
-from ...compilation.prefetch_distance import find_prefetch_distance
+from ...compilation.prefetch_distance import find_prefetch_distances
 from ...simd.vectors import load, load_int, zeros
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.activation_quantisation import (
     QuantisedTarget,
-    compute_quantised_bytes,
+    compute_quantised_activation_bytes,
     quantise_activations,
-    quantise_row,
+    quantise_row_to_targets,
 )
 from ..packed.format_table import FORMATS, PackedFormat
 from ..vector.elementwise import store_lanes
 from ..vector.vector_functions import GATED
-from .gated_units import GATED_OPS, split_gated_operands
+from .gated_units import GATED_OPS, split_gated_unit_operands
 from .moe_matmul import sort_slots_by_expert
-from .packed_matmul import compute_weight_strides, find_result_consumers, has_matmul_kernel, make_packed_tiling
+from .packed_matmul import compute_weight_strides, find_result_consumers, has_matmul_kernel, make_packed_weight_tiling
 from .tile_loops import (
     GROUP_ROWS,
     PAIR_ROWS,
     choose_thread_columns,
-    is_shared_by_threads,
+    is_matmul_shared_by_threads,
     make_multiply_unexpanded,
-    make_sequential_slots,
+    make_single_expert_slots,
 )
 
 ARGS = declare_args(
     "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing l1_ahead "
     "l2_ahead rounding[*]"
 )
-ROUNDING_WORD = ARGS.first_word("rounding")
+ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @cache
-def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
+def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
     """Make the kernel of a gated matmul of few rows with packed weights, which also quantises its result.
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. `weights` are
     gate and up. `sums` is memory for whole groups of both products, with `wide` bytes per slot.
     `grouped.make_grouped_matmul_kernel` explains the other kernel arguments.
     """
-    multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_tiling(form)), GATED[kind]
+    multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_weight_tiling(form)), GATED[kind]
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
@@ -97,7 +97,7 @@ def make_gated_matmul_few_kernel(form: PackedFormat, kind: str) -> Kernel:
                         store_lanes(to, c, rows, unit(load(gate + at), load(up + at)))
                     else:
                         store_lanes(to, c, rows, zeros())
-                quantise_row(a, ROUNDING_WORD, slot, to, rows)
+                quantise_row_to_targets(a, ROUNDING_WORD, slot, to, rows)
         return 0
 
     return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
@@ -130,42 +130,45 @@ def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
     """
     numbers, unit = match_gated_unit(flow, number, GATED_OPS)
     products, call = [flow.bound_instruction(n) for n in numbers], flow.bound_instruction(unit)
-    (kind, *units), first, y = split_gated_operands(call), products[0], call.out
+    (kind, *units), first, y = split_gated_unit_operands(call), products[0], call.out
     require_supported(kind in GATED, "the unit has no kernel")
     require_supported(
-        all(has_matmul_kernel(p) and _has_equal_operands(p, first) for p in products) and y.is_dense, "products differ"
+        all(has_matmul_kernel(p) and _has_same_activations_and_weight_shape(p, first) for p in products) and y.is_dense,
+        "products differ",
     )
-    begins = [at for o in units if (at := _find_weight_rows(o, products)) is not None and o.shape == y.shape]
+    begins = [
+        at for o in units if (at := _find_first_weight_row_address(o, products)) is not None and o.shape == y.shape
+    ]
     require_supported(len(begins) == len(units), "operands are not products of whole groups of rows")
     return GatedMatmul([*numbers, unit], products, call, kind, begins)
 
 
-def _fuse_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_few_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated matmul of few rows with packed weights into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     w, x, row_axes = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     require_supported(w.dtype in FORMATS, "weights are not packed")
-    max_unexpanded_rows = make_packed_tiling(FORMATS[w.dtype]).max_unexpanded_rows
+    max_unexpanded_rows = make_packed_weight_tiling(FORMATS[w.dtype]).max_unexpanded_rows
     require_supported(math.prod(x.shape[:-row_axes]) <= max_unexpanded_rows, "many rows use the expanded weight")
-    return FusedBinding(pair.instruction_numbers, partial(_add_gated_matmul, pair=pair))
+    return FusedBinding(pair.instruction_numbers, partial(_add_few_row_gated_matmul, pair=pair))
 
 
-def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
+def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of few rows with packed weights."""
     first, call, y = pair.matmuls[0], pair.unit, pair.unit.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], compute_weight_strides(w)
-    consumers, is_shared = find_result_consumers(steps, call), is_shared_by_threads(steps, first)
-    slots = sort_slots_by_expert(steps, first) if first.op == "mul_mat_id" else make_sequential_slots(steps, x)
+    consumers, is_shared = find_result_consumers(steps, call), is_matmul_shared_by_threads(steps, first)
+    slots = sort_slots_by_expert(steps, first) if first.op == "mul_mat_id" else make_single_expert_slots(steps, x)
     q = quantise_activations(steps, x, form.zero_point, for_all=is_shared)
-    records = consumers.make_records(steps, shared=True)
+    records = consumers.make_quantised_row_operands(steps, shared=True)
     bounds = choose_thread_columns(call, 2 * GROUP_ROWS, steps.threads if is_shared else 1)
-    targets = consumers.make_targets(steps, records, bounds)
+    targets = consumers.make_target_per_thread(steps, records, bounds)
     count, rows = math.prod(y.shape[:-1]), max(end - start for start, end in pairwise(bounds))
     wide = 4 * -(-rows // GROUP_ROWS) * GROUP_ROWS
     memory = steps.scratch("pair", 2 * count * wide * steps.threads)
-    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=count > slots.expert_count)
+    l1_ahead, l2_ahead = find_prefetch_distances(w.dtype, several=count > slots.expert_count)
 
     def make_thread_work(thread: int, to: QuantisedTarget) -> ThreadWork:
         low, own = bounds[thread], bounds[thread + 1] - bounds[thread]
@@ -176,7 +179,7 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
             rows=own,
             columns=w.shape[-1],
             x=q[thread].address,
-            pitch=compute_quantised_bytes(1, w.shape[-1], form.zero_point),
+            pitch=compute_quantised_activation_bytes(1, w.shape[-1], form.zero_point),
             starts=slots.operand.address,
             experts=slots.expert_count,
             used=slots.slots_per_token,
@@ -194,19 +197,19 @@ def _add_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
 
     shares = [None if to is None else make_thread_work(thread, to) for thread, to in enumerate(targets)]
     if is_shared:
-        steps.add_by_columns(make_gated_matmul_few_kernel(form, pair.unit_kind), shares, y, bounds)
+        steps.add_by_columns(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares, y, bounds)
     else:
-        steps.add_per_thread(make_gated_matmul_few_kernel(form, pair.unit_kind), shares)
-    consumers.remember_records(steps, records)
+        steps.add_per_thread(make_few_row_gated_matmul_kernel(form, pair.unit_kind), shares)
+    consumers.register_quantised_rows(steps, records)
 
 
-def _has_equal_operands(product: BoundInstruction, first: BoundInstruction) -> bool:
+def _has_same_activations_and_weight_shape(product: BoundInstruction, first: BoundInstruction) -> bool:
     """Return whether two matmuls have the same activations, and weights of one type and shape."""
     w, v = product.operand(0), first.operand(0)
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
 
 
-def _find_weight_rows(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
+def _find_first_weight_row_address(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
     """Find the address of the first weight row that computes an operand of a gated unit.
 
     Returns:
@@ -220,4 +223,4 @@ def _find_weight_rows(unit: Operand, products: Sequence[BoundInstruction]) -> in
     return None
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = dict.fromkeys(("mul_mat", "mul_mat_id"), (_fuse_gated_matmul,))
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = dict.fromkeys(("mul_mat", "mul_mat_id"), (_fuse_few_row_gated_matmul,))

@@ -24,27 +24,27 @@ from ...steps.work_queue import (
     choose_span,
     compute_span_start,
     count_spans,
-    finish_queue,
+    reset_queue,
     select_span_queue,
     take_work_item,
 )
 from ..packed.activation_quantisation import (
     PANEL_ROWS,
     TERMS_BY_KIND,
-    compute_quantised_bytes,
+    compute_quantised_activation_bytes,
     quantise_activations,
     quantise_block_to_targets,
 )
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, PackedFormat
-from ..vector.amx_tiles import TileOperation, do_nothing, select_tile_operations
+from ..vector.amx_tiles import TileOperation, do_nothing, select_amx_tile_operations
 from ..vector.elementwise import store_lanes
 from ..vector.vector_functions import GATED
 from . import amx_matmul
-from .amx_matmul import compute_matrices_per_pass
-from .amx_weights import AmxWeight, make_amx_weight
+from .amx_matmul import compute_expanded_matrices_per_pass
+from .amx_weights import AmxWeightType, make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
-from .packed_matmul import compute_weight_strides, find_result_consumers, make_packed_tiling
-from .tile_loops import GROUP_ROWS, is_shared_by_threads, prefetch_section
+from .packed_matmul import compute_weight_strides, find_result_consumers, make_packed_weight_tiling
+from .tile_loops import GROUP_ROWS, is_matmul_shared_by_threads, prefetch_section_to_l2
 
 VECTOR_BYTES, BLOCK_BYTES = 4 * GROUP_ROWS, 4 * BLOCK_COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is quantised at once."""
@@ -56,12 +56,12 @@ MIN_PREFILL_ROWS = 32
 """Activation rows from which on an incomplete tile costs little."""
 
 ARGS = declare_args("weights[2] stride rows columns x pitch count y step scratch tickets rounding[*]")
-ROUNDING_WORD = ARGS.first_word("rounding")
+ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @dataclass(frozen=True, slots=True)
-class GatedVariant:
+class GatedMatmulVariant:
     """A method to compute a gated matmul of many rows: by AMX tiles or by int8 dot products.
 
     Attributes:
@@ -86,7 +86,7 @@ class GatedVariant:
 
 
 @cache
-def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
+def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMatmulVariant:
     """Make the variant of the gated matmul for a weight type and a kind of rounding.
 
     Args:
@@ -95,9 +95,12 @@ def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
         rounding: The kind of `rounding` of the activations.
     """
     if rounding in TERMS_BY_KIND:
-        unit = select_tile_operations()
-        compute_units, block_width = make_amx_units(dtype, kind), _make_block_width(make_amx_weight(dtype))
-        return GatedVariant(
+        unit = select_amx_tile_operations()
+        compute_units, block_width = (
+            make_compute_gated_units_by_amx(dtype, kind),
+            _make_choose_amx_block_width(make_amx_weight_type(dtype)),
+        )
+        return GatedMatmulVariant(
             compute_units,
             block_width,
             amx_matmul.MAX_MATRICES // 2,
@@ -106,10 +109,10 @@ def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
             unit.configure,
             unit.release,
         )
-    blocks = make_packed_tiling(FORMATS[dtype])
-    return GatedVariant(
-        make_int8_units(FORMATS[dtype], kind),
-        use_one_block,
+    blocks = make_packed_weight_tiling(FORMATS[dtype])
+    return GatedMatmulVariant(
+        make_compute_gated_units_by_int8(FORMATS[dtype], kind),
+        choose_int8_block_width,
         1,
         blocks.scratch_bytes + blocks.tile_rows * 2 * VECTOR_BYTES,
         blocks.rows_per_chunk,
@@ -117,7 +120,7 @@ def make_gated_variant(dtype: DType, kind: str, rounding: int) -> GatedVariant:
 
 
 @subroutine
-def use_one_block(columns):
+def choose_int8_block_width(columns):
     """Return 1, the block width of int8 dot products, because wider blocks gain nothing there.
 
     It is a `GatedMatmulVariant.block_width`.
@@ -125,7 +128,7 @@ def use_one_block(columns):
     return 1
 
 
-def _make_block_width(weight: AmxWeight) -> Subroutine:
+def _make_choose_amx_block_width(weight: AmxWeightType) -> Subroutine:
     """Make the subroutine that chooses the block width for AMX tiles (`GatedMatmulVariant.block_width`).
 
     A matrix of AMX tiles has 16 rows of each weight. If the activations of a chunk stay in the second cache, the width
@@ -137,18 +140,18 @@ def _make_block_width(weight: AmxWeight) -> Subroutine:
         return (
             1
             if columns // BLOCK_COLUMNS * x_block * tall <= CACHED_CHUNK_BYTES
-            else compute_matrices_per_pass(columns, terms) // 2
+            else compute_expanded_matrices_per_pass(columns, terms) // 2
         )
 
     return subroutine(choose_block_width)
 
 
-def make_store_units(kind: str) -> Subroutine:
+def make_store_gated_units_from_amx(kind: str) -> Subroutine:
     """Make the subroutine that combines the AMX sums of gate and up, and stores the gated units.
 
     It is the argument `store_sums` of `amx_matmul.make_multiply_rows_by_amx` for alternating groups of two weights.
     """
-    unit, stores = GATED[kind], select_tile_operations().store
+    unit, stores = GATED[kind], select_amx_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
     def store_units(mine, sums, rows, left, to, step):
@@ -163,9 +166,11 @@ def make_store_units(kind: str) -> Subroutine:
     return subroutine(store_units)
 
 
-def make_amx_units(dtype: DType, kind: str) -> Subroutine:
+def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
     """Make the subroutine that computes gated units by AMX tiles (`GatedMatmulVariant.compute_units`)."""
-    multiply_matrices = amx_matmul.make_amx_multiply(make_amx_weight(dtype), make_store_units(kind), 1)
+    multiply_matrices = amx_matmul.make_multiply_rows_by_amx(
+        make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
+    )
 
     def compute_units(a, mine, row, wide, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
@@ -179,14 +184,14 @@ def make_amx_units(dtype: DType, kind: str) -> Subroutine:
     return subroutine(compute_units)
 
 
-def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
+def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutine:
     """Make the subroutine that computes gated units by int8 dot products (`GatedMatmulVariant.compute_units`)."""
-    blocks, unit = make_packed_tiling(form), GATED[kind]
+    blocks, unit = make_packed_weight_tiling(form), GATED[kind]
     tile = make_dot_tile(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
     width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
-    span = blocks.group_bytes
+    span = blocks.expanded_group_bytes
     tall, nbytes = blocks.tile_rows, blocks.tile_rows * 2 * VECTOR_BYTES
 
     @subroutine
@@ -202,8 +207,8 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
                 expand(expanded + k * span, at, stride, left, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = row_addresses(x + i * pitch + first * record, pitch, stop - i)
-                gate = prefetch_section(gate, GROUP_ROWS * stride, parts)
-                up = prefetch_section(up, GROUP_ROWS * stride, parts)
+                gate = prefetch_section_to_l2(gate, GROUP_ROWS * stride, parts)
+                up = prefetch_section_to_l2(up, GROUP_ROWS * stride, parts)
                 acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -227,7 +232,7 @@ def make_int8_units(form: PackedFormat, kind: str) -> Subroutine:
 
 
 @cache
-def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
+def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
     """Make the kernel of a gated matmul of many rows, which quantises its result block by block.
 
     ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. The kernel stores float32 only if `step`, the bytes from
@@ -240,11 +245,11 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
         kind: A key of `GATED`.
         rounding: The kind of `rounding` of x.
     """
-    variant = make_gated_variant(dtype, kind, rounding)
+    variant = make_gated_matmul_variant(dtype, kind, rounding)
     compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
     begin, end = variant.begin, variant.end
     own = variant.unit_scratch_bytes
-    passing, scratch = compute_padded_row_bytes(variant), compute_gated_scratch_bytes(variant)
+    passing, scratch = compute_padded_unit_row_bytes(variant), compute_gated_matmul_scratch_bytes(variant)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
@@ -278,14 +283,14 @@ def make_gated_matmul_many_kernel(dtype: DType, kind: str, rounding: int) -> Ker
                         ticket = take_work_item(queue, item + 1)
                     item += 1
                     row += wide
-            finish_queue(queue, ticket, item, threads)
+            reset_queue(queue, ticket, item, threads)
         end(mine)
         return 0
 
     return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
-def compute_padded_row_bytes(variant: GatedVariant) -> int:
+def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
     """Return the padded bytes of a row of gated units in scratch, for units that are not stored as float32.
 
     64 extra bytes spread the rows over the sets of the nearest cache.
@@ -293,15 +298,15 @@ def compute_padded_row_bytes(variant: GatedVariant) -> int:
     return variant.max_block_width * BLOCK_BYTES + 64
 
 
-def compute_gated_scratch_bytes(variant: GatedVariant) -> int:
+def compute_gated_matmul_scratch_bytes(variant: GatedMatmulVariant) -> int:
     """Return the scratch bytes of a thread in a gated matmul of many rows.
 
     They hold the scratch of the variant, and a row of units for each row of a chunk.
     """
-    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_row_bytes(variant)
+    return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_unit_row_bytes(variant)
 
 
-def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated matmul of many rows into one kernel."""
     pair = match_gated_matmul(flow, number)
     w, x = pair.matmuls[0].operand(0), pair.matmuls[0].operand(1)
@@ -309,30 +314,30 @@ def _fuse_gated_matmul_many(flow: Dataflow, number: int) -> FusedBinding:
         pair.matmuls[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= MIN_PREFILL_ROWS,
         "few rows use the unexpanded weight",
     )
-    kind = amx_matmul.choose_activation_kind(pair.matmuls[0])
+    kind = amx_matmul.choose_activation_rounding_kind(pair.matmuls[0])
     require_supported(kind is not None, "activations are not rounded")
     require_supported(
-        kind in TERMS_BY_KIND or make_packed_tiling(FORMATS[w.dtype]).tile_groups == 2, "a tile is of one group"
+        kind in TERMS_BY_KIND or make_packed_weight_tiling(FORMATS[w.dtype]).tile_groups == 2, "a tile is of one group"
     )
-    return FusedBinding(pair.instruction_numbers, partial(_add_gated_matmul_many, pair=pair))
+    return FusedBinding(pair.instruction_numbers, partial(_add_many_row_gated_matmul, pair=pair))
 
 
-def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
+def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated matmul of many rows."""
     first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
     rounding, is_shared, (stride, _) = (
-        amx_matmul.choose_activation_kind(first),
-        is_shared_by_threads(steps, first),
+        amx_matmul.choose_activation_rounding_kind(first),
+        is_matmul_shared_by_threads(steps, first),
         compute_weight_strides(w),
     )
     assert rounding is not None
     q = quantise_activations(steps, x, rounding, for_all=is_shared)[0]
-    records = consumers.make_records(steps, shared=True)
-    to = consumers.make_target(
-        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_rows(steps)[0], records[0]
+    records = consumers.make_quantised_row_operands(steps, shared=True)
+    to = consumers.make_thread_target(
+        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
     )
-    nbytes = compute_gated_scratch_bytes(make_gated_variant(w.dtype, pair.unit_kind, rounding))
+    nbytes = compute_gated_matmul_scratch_bytes(make_gated_matmul_variant(w.dtype, pair.unit_kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
     def make_thread_work(tickets: int) -> ThreadWork:
@@ -342,7 +347,7 @@ def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
             rows=consumers.columns,
             columns=w.shape[-1],
             x=q.address,
-            pitch=compute_quantised_bytes(1, w.shape[-1], rounding),
+            pitch=compute_quantised_activation_bytes(1, w.shape[-1], rounding),
             count=consumers.rows,
             y=to.float_rows.address,
             step=to.row_step_bytes,
@@ -353,10 +358,12 @@ def _add_gated_matmul_many(steps: StepTableBuilder, pair: GatedMatmul) -> None:
         return ThreadWork(words, [*(p.operand(0) for p in pair.matmuls), q], to.writes)
 
     if is_shared:
-        steps.add_queued(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), make_thread_work)
+        steps.add_queued(make_many_row_gated_matmul_kernel(w.dtype, pair.unit_kind, rounding), make_thread_work)
     else:
-        steps.add_per_thread(make_gated_matmul_many_kernel(w.dtype, pair.unit_kind, rounding), [make_thread_work(0)])
-    consumers.remember_records(steps, records)
+        steps.add_per_thread(
+            make_many_row_gated_matmul_kernel(w.dtype, pair.unit_kind, rounding), [make_thread_work(0)]
+        )
+    consumers.register_quantised_rows(steps, records)
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat": (_fuse_gated_matmul_many,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat": (_fuse_many_row_gated_matmul,)}

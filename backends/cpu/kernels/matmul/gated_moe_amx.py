@@ -12,45 +12,48 @@ from ...compilation.compiler import Kernel
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..packed.activation_quantisation import TERMS_BY_KIND
 from . import amx_matmul, amx_moe
-from .amx_weights import make_amx_weight
+from .amx_weights import make_amx_weight_type
 from .gated_matmul_few import GatedMatmul, match_gated_matmul
-from .gated_matmul_many import make_store_units
+from .gated_matmul_many import make_store_gated_units_from_amx
 from .moe_matmul import sort_slots_by_expert
 from .packed_matmul import find_result_consumers
 
 
 @cache
-def make_gated_moe_kernel(dtype: DType, kind: str) -> Kernel:
+def make_gated_moe_matmul_kernel(dtype: DType, kind: str) -> Kernel:
     """Make the AMX kernel of a gated MoE matmul of many rows.
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``.
     """
-    return amx_moe.make_amx_moe_kernel(
-        f"pairs_experts.pair.{dtype}.{kind}", make_amx_weight(dtype), make_store_units(kind), 1
+    return amx_moe.make_amx_moe_matmul_kernel(
+        f"pairs_experts.pair.{dtype}.{kind}", make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
     )
 
 
-def _fuse_gated_moe(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_gated_moe_matmul(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a gated MoE matmul of many rows, with activations in AMX tiles, into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     require_supported(
-        first.op == "mul_mat_id" and amx_matmul.choose_activation_kind(first) in TERMS_BY_KIND,
+        first.op == "mul_mat_id" and amx_matmul.choose_activation_rounding_kind(first) in TERMS_BY_KIND,
         "few rows use the unexpanded weight",
     )
-    return FusedBinding(pair.instruction_numbers, partial(_add_gated_moe, pair=pair))
+    return FusedBinding(pair.instruction_numbers, partial(_add_gated_moe_matmul, pair=pair))
 
 
-def _add_gated_moe(steps: StepTableBuilder, pair: GatedMatmul) -> None:
+def _add_gated_moe_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
     """Add the step of a gated MoE matmul of many rows."""
     first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
-    kernel, slots = make_gated_moe_kernel(first.operand(0).dtype, pair.unit_kind), sort_slots_by_expert(steps, first)
-    records = consumers.make_records(steps, shared=True)
-    to = consumers.make_target(
-        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_rows(steps)[0], records[0]
+    kernel, slots = (
+        make_gated_moe_matmul_kernel(first.operand(0).dtype, pair.unit_kind),
+        sort_slots_by_expert(steps, first),
     )
-    amx_moe.add_amx_moe_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
-    consumers.remember_records(steps, records)
+    records = consumers.make_quantised_row_operands(steps, shared=True)
+    to = consumers.make_thread_target(
+        pair.unit.out if consumers.needs_floats else None, consumers.make_scratch_row_per_thread(steps)[0], records[0]
+    )
+    amx_moe.add_amx_moe_matmul_step(steps, kernel, pair.matmuls, pair.weight_addresses, slots, to)
+    consumers.register_quantised_rows(steps, records)
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat_id": (_fuse_gated_moe,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"mul_mat_id": (_fuse_gated_moe_matmul,)}

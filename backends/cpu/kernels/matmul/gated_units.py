@@ -11,20 +11,27 @@ from ...compilation.compiler import Kernel
 from ...simd.vectors import LANES
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
-from ..packed.activation_quantisation import QuantisedTarget, quantise_row
+from ..packed.activation_quantisation import QuantisedTarget, quantise_row_to_targets
 from ..packed.format_table import BLOCK_COLUMNS
-from ..vector.elementwise import ELEMENT_STRIDE_WORDS, add_binary, load_lanes, make_row_args, make_row_walk, store_lanes
+from ..vector.elementwise import (
+    ELEMENT_STRIDE_WORDS,
+    add_binary_step,
+    load_lanes,
+    make_row_args,
+    make_row_walk,
+    store_lanes,
+)
 from ..vector.vector_functions import GATED
 from .packed_matmul import find_result_consumers
 
 ARGS = make_row_args("x z y", "between rounding[*]")
 """Gate, up and result; bytes from thread to thread of the result; `QuantisedTarget.rounding_words`."""
-ROUNDING_WORD = ARGS.first_word("rounding")
+ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @cache
-def make_gated_kernel(kind: str) -> Kernel:
+def make_gated_unit_kernel(kind: str) -> Kernel:
     """Make the kernel of a gated unit, ``y = unit(x, z)``, which also quantises y."""
     function = GATED[kind]
 
@@ -35,13 +42,13 @@ def make_gated_kernel(kind: str) -> Kernel:
             x, z, y = ARGS.x(a, i), ARGS.z(a, i), ARGS.y(a, i) + thread * ARGS.between(a)
             for c in range(0, n, LANES):
                 store_lanes(y, c, n, function(load_lanes(x, c, n, 4), load_lanes(z, c, n, 4)))
-            quantise_row(a, ROUNDING_WORD, i, y, n)
+            quantise_row_to_targets(a, ROUNDING_WORD, i, y, n)
         return 0
 
     return Kernel(f"gated.gated.{kind}", body)
 
 
-def split_gated_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:
+def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:
     """Split the operands of a gated unit into its kind, its gate and its other operand (up)."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
@@ -53,8 +60,10 @@ def split_gated_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]
 
 def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of a gated unit, quantised if packed matmuls read it; return False if no kernel can compute it."""
-    kind, gate, up = split_gated_operands(call)
-    return kind in GATED and (_add_quantised_gated_unit(steps, call) or add_binary(steps, kind, gate, up, call.out))
+    kind, gate, up = split_gated_unit_operands(call)
+    return kind in GATED and (
+        _add_quantised_gated_unit(steps, call) or add_binary_step(steps, kind, gate, up, call.out)
+    )
 
 
 def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -63,30 +72,30 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
     It does not apply if all readers use float32, or if a separate quantisation step is better. Each thread computes the
     columns that it has of the operands. If it has none, threads share the rows.
     """
-    (kind, *sources), y, consumers = split_gated_operands(call), call.out, find_result_consumers(steps, call)
+    (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_consumers(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
         return False
     bounds = steps.find_column_bounds(sources)
     shares_columns = bounds is None and steps.threads > 1 and consumers.rows == 1
     splits_block = bounds is not None and (bounds[-1] != consumers.columns or any(b % BLOCK_COLUMNS for b in bounds))
-    if shares_columns or splits_block or _make_thread_work(sources, QuantisedTarget(y, [y])) is None:
+    if shares_columns or splits_block or _make_gated_unit_thread_work(sources, QuantisedTarget(y, [y])) is None:
         return False
-    records = consumers.make_records(steps, shared=True)
-    targets = consumers.make_targets(steps, records, bounds or [0, consumers.columns])
+    records = consumers.make_quantised_row_operands(steps, shared=True)
+    targets = consumers.make_target_per_thread(steps, records, bounds or [0, consumers.columns])
     axis, shares = len(y.shape) - 1, list[ThreadWork | None]()
     for to, (first, last) in zip(targets, pairwise(bounds or [0, consumers.columns]), strict=True):
         some = [o.slice_axis(axis, first, last - first) for o in sources]
-        shares.append(None if to is None else _make_thread_work(some, to))
+        shares.append(None if to is None else _make_gated_unit_thread_work(some, to))
     if bounds is None and (whole := shares[0]) is not None:
         moved = 3 * y.tensor.spec.nbytes
-        steps.add(make_gated_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
+        steps.add(make_gated_unit_kernel(kind), whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     elif bounds is not None:
-        steps.add_by_columns(make_gated_kernel(kind), shares, y, bounds)
-    consumers.remember_records(steps, records)
+        steps.add_by_columns(make_gated_unit_kernel(kind), shares, y, bounds)
+    consumers.register_quantised_rows(steps, records)
     return True
 
 
-def _make_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
+def _make_gated_unit_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
     """Make the thread work of the gated unit kernel; None if the kernel cannot iterate over the operands."""
     operands = [*sources, to.float_rows]
     walk = make_row_walk(to.float_rows.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None

@@ -14,7 +14,7 @@ from ...steps.step_table import StepTableBuilder
 from ..packed.activation_quantisation import TERMS_BY_KIND
 from ..packed.weight_packing import INVALID_ROW
 from . import amx_moe
-from .amx_matmul import choose_activation_kind
+from .amx_matmul import choose_activation_rounding_kind
 from .packed_matmul import bind_matmul, has_matmul_kernel
 from .tile_loops import ExpertSlots
 
@@ -38,13 +38,13 @@ def sort_slots(a, thread, threads):
         chosen = load_int(ids + 4 * i)
         if chosen < 0 or chosen >= every:
             return INVALID_ROW | chosen << 8
-        after = starts + 4 * (to_local_expert(chosen, own, experts) + 1)
+        after = starts + 4 * (to_local_expert_index(chosen, own, experts) + 1)
         store_int(after, load_int(after) + 1)
     for e in range(experts + 1):
         store_int(starts + 4 * (e + 1), load_int(starts + 4 * (e + 1)) + load_int(starts + 4 * e))
     slots = starts + 4 * (experts + 2)
     for i in range(count):  # starts[e] becomes the end of expert e ...
-        at = starts + 4 * to_local_expert(load_int(ids + 4 * i), own, experts)
+        at = starts + 4 * to_local_expert_index(load_int(ids + 4 * i), own, experts)
         store_int(slots + 4 * load_int(at), i)
         store_int(at, load_int(at) + 1)
     for e in range(experts + 1, 0, -1):  # ... which is the start of expert e + 1
@@ -54,7 +54,7 @@ def sort_slots(a, thread, threads):
 
 
 @subroutine
-def to_local_expert(chosen, own, experts):
+def to_local_expert_index(chosen, own, experts):
     """Return the index of expert `chosen` among the experts of this device; `experts` for an expert of another device.
 
     The device has `experts` experts, from number `own` on.
@@ -65,8 +65,8 @@ def to_local_expert(chosen, own, experts):
 def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not has_matmul_kernel(call):
         return False
-    if choose_activation_kind(call) in TERMS_BY_KIND:
-        amx_moe.bind_amx_moe(steps, call, sort_slots_by_expert(steps, call))
+    if choose_activation_rounding_kind(call) in TERMS_BY_KIND:
+        amx_moe.bind_amx_moe_matmul(steps, call, sort_slots_by_expert(steps, call))
     else:
         bind_matmul(steps, call, sort_slots_by_expert(steps, call))
     return True
@@ -75,21 +75,21 @@ def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 def sort_slots_by_expert(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
     """Return the slots of an MoE matmul, sorted by expert. Add a sorting step unless an earlier step did it."""
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
-    return ExpertSlots(_add_sort_step(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
+    return ExpertSlots(_find_or_add_sorted_slots(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
-def _add_sort_step(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
+def _find_or_add_sorted_slots(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
     """Return the sorted slots, and add a sorting step unless an earlier step has sorted these ids."""
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
-    if (sorted_before := steps.find_derived(key)) is not None:
+    if (sorted_before := steps.find_derived_operands(key)) is not None:
         return sorted_before[0]
     count = math.prod(ids.shape)
     slots = steps.scratch("slots", 4 * (experts + 2 + count))
     address, every = slots.address, every or experts
     words = ARGS(ids=ids.address, count=count, experts=experts, starts=address, own=own, every=every)
     steps.add(sort_slots, words, reads=[ids], writes=[slots], stops=True)
-    steps.register_derived(key, [slots], [ids])
+    steps.register_derived_operands(key, [slots], [ids])
     return slots
 
 

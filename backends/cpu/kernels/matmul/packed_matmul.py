@@ -28,7 +28,7 @@ from ...steps.step_table import StepTableBuilder, with_layout_of
 from ..packed.activation_quantisation import (
     TERMS_BY_KIND,
     ResultConsumers,
-    compute_quantised_bytes,
+    compute_quantised_activation_bytes,
     quantise_activations,
 )
 from ..packed.format_table import BLOCK_COLUMNS, FORMATS, GROUP_ROWS, UNIT_BLOCKS, PackedFormat
@@ -36,11 +36,11 @@ from . import amx_matmul, batched_matmul, float_matmul
 from .tile_loops import (
     ExpertSlots,
     WeightTiling,
-    add_matmul_step,
-    is_shared_by_threads,
-    make_matmul_kernel,
-    make_sequential_slots,
-    prefetch_lines,
+    add_grouped_matmul_step,
+    is_matmul_shared_by_threads,
+    make_grouped_matmul_kernel,
+    make_single_expert_slots,
+    prefetch_cache_lines,
 )
 
 SCALES_OFFSET, BIASES_OFFSET, EXPANDED_BLOCK_BYTES = 64 * CODE_VECTORS, 64 * CODE_VECTORS + 128, 64 * CODE_VECTORS + 256
@@ -49,7 +49,7 @@ BLOCKS_PER_PASS, ROWS_PER_CHUNK = 3 * UNIT_BLOCKS, 256
 EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
-def make_load_two_codes(form: PackedFormat) -> Subroutine:
+def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
     """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
 
     `p` and `q` are addresses in the first plane of codes, `h` and `k` in the second plane.
@@ -68,15 +68,15 @@ def make_load_two_codes(form: PackedFormat) -> Subroutine:
     return subroutine(load_two)
 
 
-def make_expand_group(form: PackedFormat) -> Subroutine:
+def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
     """Make `WeightTiling.expand_blocks` of packed weights: expand blocks to byte codes, float32 scales and biases."""
-    scales, biases, nbytes = form.load_scales, form.load_biases, form.group_block_bytes
+    scales, biases, nbytes = form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
     biased, step, codes, load_two = (
         form.zero_point == 0,
         form.blocks_per_load,
         form.load_codes,
-        make_load_two_codes(form),
+        make_load_codes_of_two_blocks(form),
     )
 
     @subroutine
@@ -108,7 +108,7 @@ def make_expand_group(form: PackedFormat) -> Subroutine:
     return subroutine(expand_group)
 
 
-def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make the subroutine that adds the products of one block of a group and activation rows.
 
     The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. Byte `at` of the rows `r` holds the records of the
@@ -129,9 +129,9 @@ def make_add_block(form: PackedFormat, rows: DotTile) -> Subroutine:
     return subroutine(add_block)
 
 
-def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for one group: add the products of an expanded block and activation rows."""
-    add_block = make_add_block(form, rows)
+    add_block = make_add_block_products(form, rows)
 
     def add_expanded_block(acc, p, r, at):
         scales = (load(p + SCALES_OFFSET), load(p + SCALES_OFFSET + 64))
@@ -141,7 +141,7 @@ def make_add_expanded_block(form: PackedFormat, rows: DotTile) -> Subroutine:
     return subroutine(add_expanded_block)
 
 
-def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make the subroutine that adds the products of the same block of two groups and activation rows.
 
     The subroutine is ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``. `u` and `v` are the codes
@@ -162,26 +162,26 @@ def make_add_two_blocks(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 @subroutine
-def load_two_vectors(p):
+def load_two_adjacent_vectors(p):
     """Load the two adjacent vectors at `p` and ``p + 64``."""
     return load(p), load(p + 64)
 
 
-def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
+def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make `WeightTiling.add_block` for two groups: add the products of two expanded blocks and activation rows."""
-    add_two_blocks = make_add_two_blocks(form, rows)
+    add_two_blocks = make_add_block_products_of_two_groups(form, rows)
 
     def add_expanded_pair(acc, p, r, at):
         q = p + EXPANDED_GROUP_BYTES
-        scales, biases = load_two_vectors(p + SCALES_OFFSET), load_two_vectors(p + BIASES_OFFSET)
+        scales, biases = load_two_adjacent_vectors(p + SCALES_OFFSET), load_two_adjacent_vectors(p + BIASES_OFFSET)
         return add_two_blocks(
             acc,
             load_codes(p),
             load_codes(q),
             scales,
-            load_two_vectors(q + SCALES_OFFSET),
+            load_two_adjacent_vectors(q + SCALES_OFFSET),
             biases,
-            load_two_vectors(q + BIASES_OFFSET),
+            load_two_adjacent_vectors(q + BIASES_OFFSET),
             r,
             at,
         )
@@ -189,7 +189,7 @@ def make_add_expanded_pair(form: PackedFormat, rows: DotTile) -> Subroutine:
     return subroutine(add_expanded_pair)
 
 
-def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
+def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
     """Make the subroutine that adds the products of one block of 1 or 2 packed groups and activation rows.
 
     The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc`` for block `b` and rows `x`. If
@@ -198,22 +198,27 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
     `p` and `h` are the codes of the first group in both planes. The scales of that group are behind `last`. Groups are
     `apart` bytes apart.
     """
-    codes, scales, biases, load_two = form.load_codes, form.load_scales, form.load_biases, make_load_two_codes(form)
+    codes, scales, biases, load_two = (
+        form.load_codes,
+        form.load_scales,
+        form.load_biases,
+        make_load_codes_of_two_blocks(form),
+    )
     of_first, of_second = form.plane_bytes
     if groups == 1 and form.blocks_per_load == 2:
-        add_block = make_add_block(form, rows)
+        add_block = make_add_block_products(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
             u, v = load_two(p, h, p + of_first, h + of_second)
             acc = add_block(acc, u, scales(last, b), biases(last, b), x, at)
             return add_block(acc, v, scales(last, b + 1), biases(last, b + 1), x, at + RECORD_BYTES)
     elif groups == 1:
-        add_block = make_add_block(form, rows)
+        add_block = make_add_block_products(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
             return add_block(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
     else:
-        add_block = make_add_two_blocks(form, rows)
+        add_block = make_add_block_products_of_two_groups(form, rows)
 
         def multiply_block(acc, p, h, last, b, apart, x, at):
             u, v = load_two(p, h, p + apart, h + apart)
@@ -223,16 +228,20 @@ def make_multiply_block(form: PackedFormat, groups: int, rows: DotTile) -> Subro
     return subroutine(multiply_block)
 
 
-def make_multiply_few(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
+def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
     """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 unexpanded groups of packed weights.
 
     It is the result of `WeightTiling.make_few_rows`. Codes are unpacked once for all rows and stay in registers. Each
     activation load serves all groups, because loads take longer than products here.
     """
     rows = make_dot_tile(row_count, group_count, form.code_properties)
-    nbytes, (of_first, of_second) = form.group_block_bytes, form.plane_bytes
+    nbytes, (of_first, of_second) = form.packed_block_bytes, form.plane_bytes
     step = form.blocks_per_load if group_count == 1 else 1
-    zeros, store_rows, multiply_block = rows.zero_sums, rows.store_rows, make_multiply_block(form, group_count, rows)
+    zeros, store_rows, multiply_block = (
+        rows.zero_sums,
+        rows.store_rows,
+        make_add_packed_block_products(form, group_count, rows),
+    )
     lines = group_count * (nbytes // 64)
     more = group_count * (nbytes % 64 * UNIT_BLOCKS // 64)
 
@@ -244,9 +253,9 @@ def make_multiply_few(form: PackedFormat, group_count: int, row_count: int) -> S
             ahead = planes + (group_count - 1) * passed  # prefetches start behind both groups
             second = planes + block_count * of_first
             last = second + block_count * of_second
-            prefetch_lines(ahead, more, l1_ahead, l2_ahead)
+            prefetch_cache_lines(ahead, more, l1_ahead, l2_ahead)
             for b in range(0, block_count, step):
-                prefetch_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
+                prefetch_cache_lines(ahead + 64 * (more + b * lines), step * lines, l1_ahead, l2_ahead)
                 p, h = planes + b * of_first, second + b * of_second
                 acc = multiply_block(acc, p, h, last, b, apart, x, (first + b) * RECORD_BYTES)
         store_rows(to, acc, left)
@@ -255,16 +264,18 @@ def make_multiply_few(form: PackedFormat, group_count: int, row_count: int) -> S
 
 
 @cache
-def make_packed_tiling(form: PackedFormat) -> WeightTiling:
+def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
     """Make the tiling of a packed weight type: a tile has as many rows and groups as registers can hold.
 
     Each load is used at least twice, because processors broadcast from memory more slowly than they multiply.
     """
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
     some = make_dot_tile(rows, groups, form.code_properties)
-    add = (make_add_expanded_pair if groups == 2 else make_add_expanded_block)(form, some)
-    expand, few = make_expand_group(form), partial(make_multiply_few, form, 1)
-    two = partial(make_multiply_few, form, 2) if groups == 2 else None
+    add = (make_add_expanded_block_products_of_two_groups if groups == 2 else make_add_expanded_block_products)(
+        form, some
+    )
+    expand, few = make_expand_packed_weights(form), partial(make_multiply_few_activation_rows, form, 1)
+    two = partial(make_multiply_few_activation_rows, form, 2) if groups == 2 else None
     return WeightTiling(
         BLOCK_COLUMNS,
         RECORD_BYTES,
@@ -285,13 +296,13 @@ def make_packed_tiling(form: PackedFormat) -> WeightTiling:
 @cache
 def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
     """Make the matmul kernel of a packed weight type."""
-    return make_matmul_kernel(f"products.product.{form.dtype}", make_packed_tiling(form))
+    return make_grouped_matmul_kernel(f"products.product.{form.dtype}", make_packed_weight_tiling(form))
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
+def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
     """Make one copy of a result per thread, so that each thread computes the whole result for itself.
 
     Returns:
@@ -304,7 +315,7 @@ def make_thread_copies(steps: StepTableBuilder, call: BoundInstruction) -> Seque
     readers = call.find_readers()
     if not readers or not all(_can_read_thread_copies(r, y) for r in readers):
         return None
-    if not any(is_shared_by_threads(steps, r) for r in readers):
+    if not any(is_matmul_shared_by_threads(steps, r) for r in readers):
         return None
     return [with_layout_of(o, y) for o in steps.take_private_memory("own", y.tensor.spec.nbytes)]
 
@@ -318,9 +329,11 @@ def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> Re
     if readers is None or not y.is_dense:
         return ResultConsumers(y, (), True, False)
     products = [r for r in readers if _can_read_thread_copies(r, y) and r.operand(1).shape[-1] == y.shape[-1]]
-    kinds = [(r, kind) for r in products if (kind := amx_matmul.choose_activation_kind(r)) is not None]
+    kinds = [(r, kind) for r in products if (kind := amx_matmul.choose_activation_rounding_kind(r)) is not None]
     rounded = tuple((r.operand(1).tensor, kind) for r, kind in kinds)
-    return ResultConsumers(y, rounded, len(kinds) < len(readers), any(is_shared_by_threads(steps, r) for r, _ in kinds))
+    return ResultConsumers(
+        y, rounded, len(kinds) < len(readers), any(is_matmul_shared_by_threads(steps, r) for r, _ in kinds)
+    )
 
 
 def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
@@ -337,16 +350,16 @@ def has_matmul_kernel(call: BoundInstruction) -> bool:
         return False
     w, x = call.operand(0), call.operand(1)
     experts = call.op == "mul_mat_id"
-    if len(w.shape) != 2 + experts or not (x.is_float and x.has_even_rows and call.out.has_even_rows):
+    if len(w.shape) != 2 + experts or not (x.is_float and x.has_uniform_row_stride and call.out.has_uniform_row_stride):
         return False
-    if experts and not has_readable_slots(call):
+    if experts and not has_readable_expert_ids(call):
         return False
     if w.dtype in FORMATS:
         return w.has_packed_blocks and w.is_aligned_to_rows(GROUP_ROWS, w.dtype.bytes_of(w.shape[-1]))
-    return float_matmul.is_readable_weight(w)
+    return float_matmul.is_readable_float_weight(w)
 
 
-def has_readable_slots(call: BoundInstruction) -> bool:
+def has_readable_expert_ids(call: BoundInstruction) -> bool:
     """Return whether kernels can read the expert ids of a `mul_mat_id`: dense int32."""
     x, ids = call.operand(1), call.operand(2)
     return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
@@ -355,14 +368,14 @@ def has_readable_slots(call: BoundInstruction) -> bool:
 def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
     """Add the steps of a matmul with a weight of any type, quantisation of the activations included."""
     w, x = call.operand(0), call.operand(1)
-    kind = amx_matmul.choose_activation_kind(call)
+    kind = amx_matmul.choose_activation_rounding_kind(call)
     if kind is None:
         own = steps.find_per_thread_values(x) or [x] * steps.threads
-        add_matmul_step(
+        add_grouped_matmul_step(
             steps,
             call,
             float_matmul.make_float_matmul_kernel(w.dtype),
-            float_matmul.make_float_tiling(w.dtype),
+            float_matmul.make_float_weight_tiling(w.dtype),
             *compute_weight_strides(w),
             own,
             own[0].row_stride_bytes,
@@ -371,13 +384,16 @@ def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSl
     elif kind in TERMS_BY_KIND:
         amx_matmul.bind_amx_matmul(steps, call, compute_weight_strides(w)[0])
     else:
-        form, q = FORMATS[w.dtype], quantise_activations(steps, x, kind, for_all=is_shared_by_threads(steps, call))
-        pitch = compute_quantised_bytes(1, w.shape[-1], kind)
-        add_matmul_step(
+        form, q = (
+            FORMATS[w.dtype],
+            quantise_activations(steps, x, kind, for_all=is_matmul_shared_by_threads(steps, call)),
+        )
+        pitch = compute_quantised_activation_bytes(1, w.shape[-1], kind)
+        add_grouped_matmul_step(
             steps,
             call,
             make_packed_matmul_kernel(form),
-            make_packed_tiling(form),
+            make_packed_weight_tiling(form),
             *compute_weight_strides(w),
             q,
             pitch,
@@ -397,9 +413,9 @@ def compute_weight_strides(w: Operand) -> tuple[int, int]:
 
 def _bind_mul_mat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if has_matmul_kernel(call):
-        bind_matmul(steps, call, make_sequential_slots(steps, call.operand(1)))
+        bind_matmul(steps, call, make_single_expert_slots(steps, call.operand(1)))
         return True
-    return float_matmul.bind_column_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
+    return float_matmul.bind_column_major_matmul(steps, call) or batched_matmul.bind_batched_matmul(steps, call)
 
 
 BINDINGS = {"mul_mat": _bind_mul_mat}

@@ -18,7 +18,7 @@ import numpy as np
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...compilation.prefetch_distance import find_prefetch_distance
+from ...compilation.prefetch_distance import find_prefetch_distances
 from ...simd.dot_tiles import make_dot_tile
 from ...simd.vectors import LANES, MANY_REGISTERS, count_vector_registers, load_int, prefetch, prefetch_l2, store_scalar
 from ...steps.partition import compute_even_bounds
@@ -27,7 +27,7 @@ from ...steps.work_queue import (
     choose_span,
     compute_span_start,
     count_spans,
-    finish_queue,
+    reset_queue,
     select_span_queue,
     take_work_item,
 )
@@ -83,7 +83,7 @@ class WeightTiling:
     make_few_rows_of_two: Callable[[int], Subroutine] | None = None
 
     @property
-    def group_bytes(self) -> int:
+    def expanded_group_bytes(self) -> int:
         """Bytes of all expanded blocks of one group in one pass."""
         return self.blocks_per_pass * self.block_bytes
 
@@ -91,11 +91,11 @@ class WeightTiling:
     def scratch_bytes(self) -> int:
         """Scratch bytes per thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
         tiles = -(-self.rows_per_chunk // self.tile_rows)
-        return self.tile_groups * (self.group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
+        return self.tile_groups * (self.expanded_group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
 
 
 @subroutine
-def zero_remote_rows(starts, experts, y, step, n):
+def zero_remote_expert_rows(starts, experts, y, step, n):
     """Zero the first `n` elements of each result row of `y` that belongs to an expert of another device.
 
     `starts` and `experts` are as in `make_grouped_matmul_kernel`; `step` is the bytes of a row of `y`.
@@ -108,7 +108,7 @@ def zero_remote_rows(starts, experts, y, step, n):
 
 
 @subroutine
-def prefetch_lines(p, lines, l1_ahead, l2_ahead):
+def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
     """Prefetch `lines` cache lines from `p + l1_ahead` to the first cache and from `p + l2_ahead` to the second."""
     for line in range(lines):
         prefetch(p + l1_ahead + 64 * line)
@@ -116,7 +116,7 @@ def prefetch_lines(p, lines, l1_ahead, l2_ahead):
 
 
 @subroutine
-def prefetch_section(p, nbytes, parts):
+def prefetch_section_to_l2(p, nbytes, parts):
     """Prefetch one of `parts` equal sections of `nbytes` bytes to the second cache, and return the end of the section.
 
     The section begins at `p`.
@@ -128,7 +128,7 @@ def prefetch_section(p, nbytes, parts):
 
 
 @subroutine
-def compute_activation_row(slot, slots_per_token, rows_per_token):
+def compute_activation_row_of_slot(slot, slots_per_token, rows_per_token):
     """Return the activation row that an expert slot reads.
 
     Slot i of a token reads row ``i mod rows_per_token`` of the token.
@@ -136,7 +136,7 @@ def compute_activation_row(slot, slots_per_token, rows_per_token):
     return slot // slots_per_token * rows_per_token + slot % slots_per_token % rows_per_token
 
 
-def make_multiply_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
+def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
     """Make the loop that multiplies the activation rows of the remaining slots, `rows_per_call` rows at a time.
 
     Args:
@@ -161,7 +161,7 @@ def make_multiply_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) 
 
 
 @subroutine
-def skip_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
+def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
     """Skip all activation rows: return `i`, the first slot that is left.
 
     This loop replaces the loop over two groups on machines without registers for several rows of two groups.
@@ -175,12 +175,14 @@ def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is
     ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
     """
-    multiply_one_row = make_multiply_rows(1, 1, blocks.make_few_rows(1))
-    multiply_two_rows = make_multiply_rows(2, 2, blocks.make_few_rows(2))
+    multiply_one_row = make_loop_over_activation_rows(1, 1, blocks.make_few_rows(1))
+    multiply_two_rows = make_loop_over_activation_rows(2, 2, blocks.make_few_rows(2))
     many = count_vector_registers() == MANY_REGISTERS
-    multiply_four_rows = make_multiply_rows(4, 3, blocks.make_few_rows(4)) if many else multiply_two_rows
+    multiply_four_rows = make_loop_over_activation_rows(4, 3, blocks.make_few_rows(4)) if many else multiply_two_rows
     multiply_two_groups = (
-        make_multiply_rows(4, 3, blocks.make_few_rows_of_two(4)) if many and blocks.make_few_rows_of_two else skip_rows
+        make_loop_over_activation_rows(4, 3, blocks.make_few_rows_of_two(4))
+        if many and blocks.make_few_rows_of_two
+        else skip_activation_rows
     )
 
     def multiply_unexpanded(
@@ -207,7 +209,7 @@ ARGS = declare_args(
 )
 
 
-def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
+def make_expand_and_multiply(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that expands a tile of weight groups and multiplies the tile with a chunk of expert slots.
 
     The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`, and
@@ -218,7 +220,7 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
     spill, reload = tile.spill, tile.reload
     expand, add = blocks.expand_blocks, blocks.add_block
     width, record, size, wide = blocks.block_columns, blocks.record_bytes, blocks.block_bytes, blocks.blocks_per_pass
-    span = blocks.group_bytes
+    span = blocks.expanded_group_bytes
     tall, tile_groups = blocks.tile_rows, blocks.tile_groups
 
     def multiply_expanded(a, expanded, matrix, group, chunk, stop, coming):
@@ -234,7 +236,7 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
                 expand(expanded + g * span, at, stride, left - g * GROUP_ROWS, columns, first, count)
             for i in range(chunk, stop, tall):
                 r = select_rows(slots + 4 * i, stop - i, used, shared, x + first * record, pitch)
-                coming = prefetch_section(coming, tile_groups * GROUP_ROWS * stride, tiles)
+                coming = prefetch_section_to_l2(coming, tile_groups * GROUP_ROWS * stride, tiles)
                 acc = reload(sums) if first > 0 else zeros()
                 for b in range(count):
                     acc = add(acc, expanded + b * size, r, b * record)
@@ -247,7 +249,7 @@ def make_multiply_expanded(blocks: WeightTiling) -> Subroutine:
     return subroutine(multiply_expanded)
 
 
-def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
+def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     """Make the grouped matmul kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
     A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of scratch. Kernel
@@ -257,7 +259,7 @@ def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
     slots in the order of their experts follow. `used` is the slots per token, `shared` the activation rows per token.
     If `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
     """
-    multiply_expanded, multiply_unexpanded = make_multiply_expanded(blocks), make_multiply_unexpanded(blocks)
+    multiply_expanded, multiply_unexpanded = make_expand_and_multiply(blocks), make_multiply_unexpanded(blocks)
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
     max_leftover_rows, max_unexpanded_rows = blocks.max_leftover_rows, blocks.max_unexpanded_rows
 
@@ -311,9 +313,9 @@ def make_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
                         )
                         mine = take_work_item(own, item + 1)
                     item += 1
-            finish_queue(own, mine, item, threads)
+            reset_queue(own, mine, item, threads)
         if thread == 0:
-            zero_remote_rows(starts, experts, y, step, rows)
+            zero_remote_expert_rows(starts, experts, y, step, rows)
         return 0
 
     return Kernel(name, body)
@@ -336,13 +338,13 @@ class ExpertSlots:
     rows_per_token: int
 
 
-def make_sequential_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
+def make_single_expert_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
     """Make the slots of a matmul with one expert: all rows use the same weight, in their order."""
     count = math.prod(x.shape[:-1])
     return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
 
-def add_matmul_step(
+def add_grouped_matmul_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     kernel: Kernel,
@@ -371,7 +373,7 @@ def add_matmul_step(
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {tiling.scratch_bytes}", tiling.scratch_bytes * steps.threads)
-    l1_ahead, l2_ahead = find_prefetch_distance(w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count)
+    l1_ahead, l2_ahead = find_prefetch_distances(w.dtype, several=math.prod(y.shape[:-1]) > slots.expert_count)
 
     def make_thread_work(first: int, last: int, thread: int, tickets: int = 0) -> ThreadWork:
         mine, own = y.slice_axis(len(y.shape) - 1, first, last - first), x[thread]
@@ -396,7 +398,7 @@ def add_matmul_step(
         )
         return ThreadWork(words, [w, own, slots.operand], [mine])
 
-    is_shared = is_shared_by_threads(steps, call)
+    is_shared = is_matmul_shared_by_threads(steps, call)
     if is_shared and math.prod(y.shape[:-1]) >= MIN_EVENLY_SHARED_ROWS * slots.slots_per_token:
         steps.add_queued(kernel, lambda tickets: make_thread_work(0, y.shape[-1], 0, tickets))
     elif is_shared:
@@ -410,9 +412,9 @@ def add_matmul_step(
         steps.add_per_thread(kernel, [make_thread_work(0, y.shape[-1], 0)])
 
 
-def is_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def is_matmul_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Return whether threads share the work of a matmul."""
-    return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
+    return steps.is_shared_by_threads([call.operand(0), call.operand(1)], [call.out])
 
 
 def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:

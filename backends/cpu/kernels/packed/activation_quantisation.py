@@ -25,7 +25,7 @@ from ....fusion.operands import Operand
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.bf16_pairs import store_bf16
-from ...simd.bf16_terms import store_ordered_bf16_terms
+from ...simd.bf16_terms import make_store_of_ordered_bf16_terms
 from ...simd.dot_tiles import (
     ONE_AND_A_HALF,
     ONE_AND_A_HALF_BITS,
@@ -34,7 +34,14 @@ from ...simd.dot_tiles import (
     STARTS_OFFSET,
     SUMS_OFFSET,
 )
-from ...simd.fold_halves import fold_max_magnitude, fold_sum, splat_first, splat_second, store_pair, sum_and_second
+from ...simd.fold_halves import (
+    add_upper_half_to_lower,
+    reduce_two_to_max_magnitude,
+    reduce_two_to_sum,
+    splat_lower_half,
+    splat_upper_half,
+    store_both_halves,
+)
 from ...simd.vectors import (
     add_int,
     and_int,
@@ -42,10 +49,10 @@ from ...simd.vectors import (
     div,
     float_to_bits,
     load,
-    load_word,
+    load_argument_word,
     mul,
     mul_int,
-    round_below_2_22,
+    round_small_floats_to_int,
     splat,
     splat_int,
     store_u8_lanes,
@@ -68,54 +75,54 @@ TERMS_BY_KIND = {TILED_KIND: 1, SPLIT_KIND: 3}
 """bfloat16 terms of each number in tiles, by kind of rounding."""
 PANEL_ROWS, TILE_ROW_BYTES = 32, 2 * BLOCK_COLUMNS
 """Rows of activation tiles, and bytes of one row of a block in one term."""
-store_split_terms, SPLIT_TERMS = store_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KIND]), TERMS_BY_KIND[SPLIT_KIND]
+store_split_terms, SPLIT_TERMS = make_store_of_ordered_bf16_terms(TERMS_BY_KIND[SPLIT_KIND]), TERMS_BY_KIND[SPLIT_KIND]
 
 
 @subroutine
-def quantise_block(x, record, zero):
+def quantise_activation_block(x, record, zero):
     """Quantise 32 activations to 8-bit codes, and store codes, scales and sums in a record (`tiles.RECORD_BYTES`).
 
     `zero` is the zero point of the weight codes. If a value is NaN, the scale of its half is NaN. If a value exceeds
     3e33, products of its half are NaN.
     """
     low, high = load(x), load(x + 64)
-    scales = mul(fold_max_magnitude(low, high), splat(CODE_STEP))
+    scales = mul(reduce_two_to_max_magnitude(low, high), splat(CODE_STEP))
     scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SCALE_MASK)))
     raised = where_less(scales, splat(MIN_SCALE), splat(SCALE_RAISE_FACTOR), splat(FLOAT_ONE))
     inverse = where_less(zeros(), scales, div(splat(FLOAT_ONE), mul(scales, raised)), zeros())
-    i = round_below_2_22(mul(mul(low, splat_first(raised)), splat_first(inverse)))
-    j = round_below_2_22(mul(mul(high, splat_second(raised)), splat_second(inverse)))
+    i = round_small_floats_to_int(mul(mul(low, splat_lower_half(raised)), splat_lower_half(inverse)))
+    j = round_small_floats_to_int(mul(mul(high, splat_upper_half(raised)), splat_upper_half(inverse)))
     store_u8_lanes(record, i)
     store_u8_lanes(record + 16, j)
-    sums = fold_sum(i, j)
-    store_pair(record + SCALES_OFFSET, scales)
-    store_pair(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
+    sums = reduce_two_to_sum(i, j)
+    store_both_halves(record + SCALES_OFFSET, scales)
+    store_both_halves(record + STARTS_OFFSET, mul(scales, splat(START_FACTOR)))
     if zero:
-        store_pair(
+        store_both_halves(
             record + SUMS_OFFSET,
             bits_to_float(add_int(mul_int(sums, splat_int(-zero)), splat_int(ONE_AND_A_HALF_BITS))),
         )
     else:
-        store_pair(record + SUMS_OFFSET, sum_and_second(mul(to_float(sums), scales)))
+        store_both_halves(record + SUMS_OFFSET, add_upper_half_to_lower(mul(to_float(sums), scales)))
 
 
 ARGS = declare_args("source step rows columns rounding[*]")
-ROUNDING_WORD = ARGS.first_word("rounding")
+ROUNDING_WORD = ARGS.first_word_index("rounding")
 """First word of `QuantisedTarget.rounding_words`."""
 
 
 @kernel
-def round_rows(a, thread, threads):
+def quantise_activation_rows(a, thread, threads):
     """Quantise activation rows for each target of the kernel arguments. Rows are `step` bytes apart."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
     lo, hi = compute_thread_range(rows, thread, threads)
     for i in range(lo, hi):
-        quantise_row(a, ROUNDING_WORD, i, source + i * step, columns)
+        quantise_row_to_targets(a, ROUNDING_WORD, i, source + i * step, columns)
     return 0
 
 
 @subroutine
-def quantise_row(a, at, i, y, n):
+def quantise_row_to_targets(a, at, i, y, n):
     """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
 
     `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
@@ -130,8 +137,12 @@ def quantise_block_to_targets(a, at, i, b, x):
 
     Parameters are as in `quantise_row_to_targets`.
     """
-    for k in range(load_word(a, at)):
-        to, pitch, kind = load_word(a, at + 1 + 3 * k), load_word(a, at + 2 + 3 * k), load_word(a, at + 3 + 3 * k)
+    for k in range(load_argument_word(a, at)):
+        to, pitch, kind = (
+            load_argument_word(a, at + 1 + 3 * k),
+            load_argument_word(a, at + 2 + 3 * k),
+            load_argument_word(a, at + 3 + 3 * k),
+        )
         if kind == TILED_KIND:
             store_bf16(
                 to + i // PANEL_ROWS * pitch + (b * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES,
@@ -142,13 +153,13 @@ def quantise_block_to_targets(a, at, i, b, x):
             terms = to + i // PANEL_ROWS * pitch + (b * SPLIT_TERMS * PANEL_ROWS + i % PANEL_ROWS) * TILE_ROW_BYTES
             store_split_terms(terms, PANEL_ROWS * TILE_ROW_BYTES, load(x), load(x + 64))
         else:
-            quantise_block(x, to + i * pitch + b * RECORD_BYTES, kind)
+            quantise_activation_block(x, to + i * pitch + b * RECORD_BYTES, kind)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
-def compute_quantised_bytes(rows: int, columns: int, kind: int) -> int:
+def compute_quantised_activation_bytes(rows: int, columns: int, kind: int) -> int:
     """Return the bytes of quantised activations: records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
     if kind in TERMS_BY_KIND:
         return -(-rows // PANEL_ROWS) * (columns // BLOCK_COLUMNS) * TERMS_BY_KIND[kind] * PANEL_ROWS * TILE_ROW_BYTES
@@ -165,10 +176,10 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
     - Threads share the rows.
     """
     key = ("rounded", x.tensor, kind)
-    if (records := steps.find_derived(key)) is not None:
+    if (records := steps.find_derived_operands(key)) is not None:
         return records
     rows, columns, name = math.prod(x.shape[:-1]), x.shape[-1], f"rounded {kind}"
-    nbytes, own = compute_quantised_bytes(rows, columns, kind), steps.find_per_thread_values(x)
+    nbytes, own = compute_quantised_activation_bytes(rows, columns, kind), steps.find_per_thread_values(x)
     bounds = steps.find_column_bounds([x])
     if bounds is not None and (rows > 1 or any(b % BLOCK_COLUMNS for b in bounds)):
         bounds = None
@@ -178,18 +189,18 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
             _make_quantise_work(o, to, rows, kind, 0, columns)
             for o, to in zip(own or [x] * len(records), records, strict=True)
         ]
-        steps.add_per_thread(round_rows, parts)
+        steps.add_per_thread(quantise_activation_rows, parts)
     elif rows == 1 and for_all:
         records = [steps.scratch(name, nbytes)] * steps.threads
         bounds = bounds or compute_even_bounds(columns, BLOCK_COLUMNS, steps.threads)
         steps.add_per_thread(
-            round_rows, [_make_quantise_work(x, records[0], 1, kind, *pair) for pair in pairwise(bounds)]
+            quantise_activation_rows, [_make_quantise_work(x, records[0], 1, kind, *pair) for pair in pairwise(bounds)]
         )
     else:
         records = [steps.scratch(name, nbytes)] * steps.threads
         share = _make_quantise_work(x, records[0], rows, kind, 0, columns)
-        steps.add(round_rows, share.words, reads=share.reads, writes=share.writes)
-    steps.register_derived(key, records, [x])
+        steps.add(quantise_activation_rows, share.words, reads=share.reads, writes=share.writes)
+    steps.register_derived_operands(key, records, [x])
     return records
 
 
@@ -198,9 +209,12 @@ def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: in
 
     Only a single row may have a column range.
     """
-    source, skipped = x.slice_axis(len(x.shape) - 1, first, last - first), compute_quantised_bytes(1, first, kind)
-    target = to.slice_axis(0, skipped, compute_quantised_bytes(rows, last - first, kind))
-    rounding = (1, target.address, compute_quantised_bytes(1, last - first, kind), kind)
+    source, skipped = (
+        x.slice_axis(len(x.shape) - 1, first, last - first),
+        compute_quantised_activation_bytes(1, first, kind),
+    )
+    target = to.slice_axis(0, skipped, compute_quantised_activation_bytes(rows, last - first, kind))
+    rounding = (1, target.address, compute_quantised_activation_bytes(1, last - first, kind), kind)
     words = ARGS(
         source=source.address, step=source.row_stride_bytes, rows=rows, columns=last - first, rounding=rounding
     )
@@ -265,7 +279,7 @@ class ResultConsumers:
         """The distinct kinds of rounding in which matmuls read the result."""
         return list(dict.fromkeys(kind for _, kind in self.quantised_tensors))
 
-    def make_records(self, steps: StepTableBuilder, *, shared: bool) -> Sequence[Sequence[Operand]]:
+    def make_quantised_row_operands(self, steps: StepTableBuilder, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
 
         With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap a
@@ -273,14 +287,16 @@ class ResultConsumers:
         """
         records = []
         for kind in self.rounding_kinds:
-            nbytes = compute_quantised_bytes(self.rows, self.columns, kind)
-            width = compute_quantised_bytes(1, self.columns, kind) // 4
+            nbytes = compute_quantised_activation_bytes(self.rows, self.columns, kind)
+            width = compute_quantised_activation_bytes(1, self.columns, kind) // 4
             own = steps.take_private_memory(f"rounded {kind} at once", nbytes, shared=shared)
             records.append([_as_float_operand(o, (nbytes // 4 // width, width), (width, 1)) for o in own])
         steps.invalidate_regions([self.value.region])
         return [[own[thread] for own in records] for thread in range(steps.threads)]
 
-    def make_target(self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]) -> QuantisedTarget:
+    def make_thread_target(
+        self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
+    ) -> QuantisedTarget:
         """Make the target of one thread: its float32 rows and its quantised rows.
 
         Args:
@@ -290,12 +306,12 @@ class ResultConsumers:
         """
         rounding = [len(records)]
         for record, kind in zip(records, self.rounding_kinds, strict=True):
-            rounding += [record.address, compute_quantised_bytes(1, self.columns, kind), kind]
+            rounding += [record.address, compute_quantised_activation_bytes(1, self.columns, kind), kind]
         if floats is None:
             return QuantisedTarget(scratch_row, records, 4 * self.columns, rounding)
         return QuantisedTarget(floats, [floats, *records], 0, rounding)
 
-    def make_targets(
+    def make_target_per_thread(
         self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]], bounds: Sequence[int]
     ) -> list[QuantisedTarget | None]:
         """Make the target of each thread for its columns, ``bounds[i]`` to ``bounds[i + 1]``.
@@ -303,21 +319,26 @@ class ResultConsumers:
         The target of an empty range is None.
         """
         targets: list[QuantisedTarget | None] = []
-        axis, places = len(self.value.shape) - 1, self.make_scratch_rows(steps)
+        axis, places = len(self.value.shape) - 1, self.make_scratch_row_per_thread(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
-            some = [self._slice_columns(o, kind, first, last) for o, kind in zip(own, self.rounding_kinds, strict=True)]
+            some = [
+                self._slice_quantised_columns(o, kind, first, last)
+                for o, kind in zip(own, self.rounding_kinds, strict=True)
+            ]
             floats = self.value.slice_axis(axis, first, last - first) if self.needs_floats else None
             targets.append(
-                self.make_target(floats, place.slice_axis(axis, first, last - first), some) if first < last else None
+                self.make_thread_target(floats, place.slice_axis(axis, first, last - first), some)
+                if first < last
+                else None
             )
         return targets
 
-    def _slice_columns(self, record: Operand, kind: int, first: int, last: int) -> Operand:
+    def _slice_quantised_columns(self, record: Operand, kind: int, first: int, last: int) -> Operand:
         """Return the part of quantised rows that holds columns `first` to `last`."""
-        skipped, width = (compute_quantised_bytes(1, n, kind) // 4 for n in (first, last - first))
+        skipped, width = (compute_quantised_activation_bytes(1, n, kind) // 4 for n in (first, last - first))
         return record.slice_axis(1, skipped, width)
 
-    def make_scratch_rows(self, steps: StepTableBuilder) -> Sequence[Operand]:
+    def make_scratch_row_per_thread(self, steps: StepTableBuilder) -> Sequence[Operand]:
         """Make for each thread scratch memory of one float32 row, shaped like all rows (row stride 0)."""
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
@@ -326,11 +347,11 @@ class ResultConsumers:
             _as_float_operand(memory.slice_axis(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)
         ]
 
-    def remember_records(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
+    def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
         """Register the quantised rows with the step table, so that matmuls find them."""
         for tensor, kind in self.quantised_tensors:
             at = self.rounding_kinds.index(kind)
-            steps.register_derived(("rounded", tensor, kind), [own[at] for own in records], [self.value])
+            steps.register_derived_operands(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
 def _as_float_operand(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:

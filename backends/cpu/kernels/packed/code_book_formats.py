@@ -27,9 +27,9 @@ from ...simd.vectors import (
     store_int,
     to_float,
 )
-from .code_books import BookLoaders, CodeBook, make_signed_book_loaders
-from .iq1_codes import IQ1_ZERO, make_shifted_book_loaders, renumber_entry
-from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_zero_point_biases
+from .code_books import CodeBook, CodeBookLoaders, make_signed_code_book_loaders
+from .iq1_codes import IQ1_ZERO, make_iq1_code_book_loaders, renumber_iq1_entry
+from .packed_format import GROUP_ROWS, UNIT_BLOCKS, PackedFormat, copy_f16_to_lane, make_load_zero_point_biases
 
 IQ2_MAGNITUDES, IQ3_XXS_MAGNITUDES = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
@@ -37,7 +37,7 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 
 
 @subroutine
-def spread_sign_fields(four):
+def spread_7_bit_signs_to_bytes(four):
     """Spread four fields of 7 sign bits to the four bytes of a 32-bit number.
 
     The four bits above the fields become the highest bits of these bytes.
@@ -47,7 +47,7 @@ def spread_sign_fields(four):
 
 
 @subroutine
-def collect_highest_bits(v):
+def collect_highest_bits_of_bytes(v):
     """Collect the highest bits of the four bytes of each 32-bit lane in a 4-bit number.
 
     A multiplication moves the bits side by side.
@@ -58,7 +58,7 @@ def collect_highest_bits(v):
 
 
 @subroutine
-def odd_number(scale):
+def compute_odd_scale_factor(scale):
     """Return the scale factor of a small integer scale, ``2 * scale + 1``, as float32."""
     return to_float(add_int(shift_left(scale, splat_int(1)), splat_int(1)))
 
@@ -70,7 +70,7 @@ def pack_iq2_xxs_codes(row, b, first, second, lane):
     The bits of the scale are at the top of the bytes of signs.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
-    store_int(first + 64 + 4 * lane, spread_sign_fields(load_four(row + 6 + 8 * b)))
+    store_int(first + 64 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 6 + 8 * b)))
 
 
 @subroutine
@@ -100,7 +100,7 @@ def pack_iq3_xxs_codes(row, b, first, second, lane):
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
-    store_int(first + 128 + 4 * lane, spread_sign_fields(load_four(row + 66 + 4 * b)))
+    store_int(first + 128 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 66 + 4 * b)))
 
 
 @subroutine
@@ -125,7 +125,7 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
         fields = load_byte(row + high_offset + 2 * b) | load_byte(row + high_offset + 1 + 2 * b) << 8
         changed = fields & other_bits
         for i in range(4):
-            number = renumber_entry(load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8)
+            number = renumber_iq1_entry(load_byte(row + indices_offset + 4 * b + i) | (fields >> bits * i & 7) << 8)
             store_byte(first + 4 * lane + i, number)
             changed |= number >> 8 << bits * i
         store_byte(first + 64 + 2 * lane, changed)
@@ -135,7 +135,7 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
 
 
 @subroutine
-def split_whole_scale(row, to, lane, s):
+def pack_f16_scale_only(row, to, lane, s):
     """Pack the float16 scale of a file block: copy it to its lane. The small scales of the type are among the signs.
 
     It is `PackedFormat.pack_scales`.
@@ -143,7 +143,7 @@ def split_whole_scale(row, to, lane, s):
     copy_f16_to_lane(row, to, lane)
 
 
-def _make_split_scale_bytes(at: int, count: int) -> Subroutine:
+def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
     """Make `PackedFormat.pack_scales` for file blocks with a float16 and `count` bytes of small scales.
 
     The float16 is at the start of the file block, the bytes begin at byte `at`.
@@ -161,24 +161,26 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
     """Make `PackedFormat.load_scales` for small scales that are stored at the top of the bytes of signs."""
 
     def scales(p, b):
-        small = collect_highest_bits(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
-        d = mul(mul(load_f16(p), splat(factor)), odd_number(small))
+        small = collect_highest_bits_of_bytes(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
+        d = mul(mul(load_f16(p), splat(factor)), compute_odd_scale_factor(small))
         return d, d
 
     return subroutine(scales)
 
 
 @subroutine
-def load_iq2_half_scales(p, b):
+def load_iq2_half_block_scales(p, b):
     """Load the two scales of a block of IQ2_XS or IQ2_S: one 4-bit scale for each half, from one byte for each row."""
     both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
-    return mul(d, odd_number(and_int(both, splat_int(15)))), mul(d, odd_number(shift_right(both, splat_int(4))))
+    return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
+        d, compute_odd_scale_factor(shift_right(both, splat_int(4)))
+    )
 
 
 @subroutine
 def load_iq3_s_scales(p, b):
     small = and_int(shift_right(load_u8_lanes(p + 16 * (b // 2)), splat_int(b % 2 * 4)), splat_int(15))
-    d = mul(load_f16(p + 64), odd_number(small))
+    d = mul(load_f16(p + 64), compute_odd_scale_factor(small))
     return d, d
 
 
@@ -189,12 +191,12 @@ def load_iq1_s_scales(p, b):
     The scales are divided by 8, because codes count eighths.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
-    d = mul(mul(load_f16(p), splat(0.125)), odd_number(small))
+    d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))
     return d, d
 
 
 @subroutine
-def split_iq1_m_scales(row, to, lane, s):
+def pack_iq1_m_scales(row, to, lane, s):
     """Pack the 16 scales of 3 bits and the float16 of an IQ1_M file block: copy them to their lane.
 
     The order is: the float16 from the top of four numbers, two low bits of each scale, and the high bit of each scale.
@@ -220,14 +222,14 @@ def load_iq1_m_scales(p, b):
     second = or_int(
         and_int(shift_right(low, splat_int(2)), three), shift_left(and_int(shift_right(high, one), one), splat_int(2))
     )
-    return mul(d, odd_number(first)), mul(d, odd_number(second))
+    return mul(d, compute_odd_scale_factor(first)), mul(d, compute_odd_scale_factor(second))
 
 
-def _make_grid_format(
+def _make_code_book_format(
     dtype: DType,
     plane_bytes: int,
     pack_codes: Subroutine,
-    loaders: BookLoaders,
+    loaders: CodeBookLoaders,
     pack_scales: Subroutine,
     load_scales: Subroutine,
     zero_point: int,
@@ -240,13 +242,13 @@ def _make_grid_format(
         (plane_bytes, 0),
         pack_codes,
         pack_scales,
-        loaders.one,
+        loaders.load_one_block,
         load_scales,
-        make_zero_point_biases(load_scales, zero_point),
+        make_load_zero_point_biases(load_scales, zero_point),
         zero_point,
         has_half_block_scales,
         2 * zero_point,
-        loaders.two,
+        loaders.load_two_blocks,
     )
 
 
@@ -259,69 +261,69 @@ IQ2_XXS_BOOK, IQ2_XS_BOOK, IQ2_S_BOOK = (
 )
 IQ3_XXS_BOOK, IQ3_S_BOOK = _make_book(DType.IQ3_XXS, IQ3_XXS_MAGNITUDES), _make_book(DType.IQ3_S, IQ3_S_MAGNITUDES)
 GRID_FORMATS = (
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ1_S,
         96,
         _make_pack_iq1_codes(2, 34, 3),
-        make_shifted_book_loaders(3, has_one_shift=True),
-        split_whole_scale,
+        make_iq1_code_book_loaders(3, has_one_shift=True),
+        pack_f16_scale_only,
         load_iq1_s_scales,
         IQ1_ZERO,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ1_M,
         96,
         _make_pack_iq1_codes(0, 32, 4),
-        make_shifted_book_loaders(4, has_one_shift=False),
-        split_iq1_m_scales,
+        make_iq1_code_book_loaders(4, has_one_shift=False),
+        pack_iq1_m_scales,
         load_iq1_m_scales,
         IQ1_ZERO,
         has_half_block_scales=True,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ2_XXS,
         128,
         pack_iq2_xxs_codes,
-        make_signed_book_loaders(IQ2_XXS_BOOK, 1, has_even_signs=True),
-        split_whole_scale,
+        make_signed_code_book_loaders(IQ2_XXS_BOOK, 1, has_even_signs=True),
+        pack_f16_scale_only,
         _make_load_scales_among_signs(128, 64, 0.125),
         IQ2_XXS_BOOK.zero,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ2_XS,
         128,
         pack_iq2_xs_codes,
-        make_signed_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
-        _make_split_scale_bytes(66, 8),
-        load_iq2_half_scales,
+        make_signed_code_book_loaders(IQ2_XS_BOOK, 1, has_even_signs=True, has_index_bits=True),
+        _make_pack_small_scales_and_f16(66, 8),
+        load_iq2_half_block_scales,
         IQ2_XS_BOOK.zero,
         has_half_block_scales=True,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ2_S,
         144,
         pack_iq2_s_codes,
-        make_signed_book_loaders(IQ2_S_BOOK, 1, 2, has_even_signs=False),
-        _make_split_scale_bytes(74, 8),
-        load_iq2_half_scales,
+        make_signed_code_book_loaders(IQ2_S_BOOK, 1, 2, has_even_signs=False),
+        _make_pack_small_scales_and_f16(74, 8),
+        load_iq2_half_block_scales,
         IQ2_S_BOOK.zero,
         has_half_block_scales=True,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ3_XXS,
         192,
         pack_iq3_xxs_codes,
-        make_signed_book_loaders(IQ3_XXS_BOOK, 2, has_even_signs=True),
-        split_whole_scale,
+        make_signed_code_book_loaders(IQ3_XXS_BOOK, 2, has_even_signs=True),
+        pack_f16_scale_only,
         _make_load_scales_among_signs(192, 128, 0.25),
         IQ3_XXS_BOOK.zero,
     ),
-    _make_grid_format(
+    _make_code_book_format(
         DType.IQ3_S,
         208,
         pack_iq3_s_codes,
-        make_signed_book_loaders(IQ3_S_BOOK, 2, 1, has_even_signs=False),
-        _make_split_scale_bytes(106, 4),
+        make_signed_code_book_loaders(IQ3_S_BOOK, 2, 1, has_even_signs=False),
+        _make_pack_small_scales_and_f16(106, 4),
         load_iq3_s_scales,
         IQ3_S_BOOK.zero,
     ),

@@ -24,7 +24,7 @@ from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from .....ops.quantisation import load_code_book
 from ...simd import vectors as simd
-from ...simd.byte_vectors import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_instruction
+from ...simd.byte_vectors import BIT_MATRIX_INSTRUCTIONS, apply_per_register, find_supported_instruction
 from ...simd.dot_tiles import CODE_VECTORS, CODES_TYPE, TWO_CODES_TYPE, pack_vectors
 from ...simd.vectors import ADDRESS, BYTES, INTS, LANES, Intrinsic, bytes_of, intrinsic, ints_of, llvm_type
 from ...target_cpu import find_target_features
@@ -55,25 +55,25 @@ class CodeBook:
     magnitudes: tuple[int, ...]
     zero: int
 
-    def load_levels(self) -> np.ndarray:
+    def load_entry_levels(self) -> np.ndarray:
         """Load the levels of all entries: [entries, columns of an entry].
 
         A level is the position of a number in `magnitudes`.
         """
         return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
 
-    def pack_entries(self) -> np.ndarray:
+    def pack_entry_levels(self) -> np.ndarray:
         """Pack the levels of each entry into two bytes: uint8 [2, entries].
 
         A level has 2 bits, or 4 bits in entries of 4 columns.
         """
-        levels = self.load_levels()
+        levels = self.load_entry_levels()
         width = 16 // levels.shape[1]
         words = (levels << width * np.arange(levels.shape[1], dtype=np.uint16)).sum(1).astype("<u2")
         return np.ascontiguousarray(words.view(np.uint8).reshape(-1, 2).T)
 
 
-def has_wide_permutes() -> bool:
+def has_128_byte_permutes() -> bool:
     """Return whether the processor looks bytes up in tables of 128 bytes (AVX-512 VBMI)."""
     return bool(find_target_features().get("avx512vbmi"))
 
@@ -85,30 +85,32 @@ def _vector(values: Sequence[int] | np.ndarray) -> ir.Constant:
     return ir.Constant(_B, [int(v) for v in values])
 
 
-def load_at(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
+def emit_load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
     pointer = b.gep(b.inttoptr(address, _i8.as_pointer()), [ir.Constant(address.type, offset)], inbounds=True)
     return b.load(b.bitcast(pointer, kind.as_pointer()), align=1)
 
 
-def load_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
+def emit_load_as_int32_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
     """Emit the load of 16 unsigned numbers, zero-extended to one 32-bit lane each."""
-    return b.zext(load_at(b, address, offset, ir.VectorType(element, LANES)), _I)
+    return b.zext(emit_load(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
-def move_fields(b: Any, x: Any, first: int, step: int) -> Any:
+def emit_bit_field_extraction(b: Any, x: Any, first: int, step: int) -> Any:
     """Emit the extraction of 8-bit fields: byte k of each 32-bit lane gets the bits from ``first + step * k`` on."""
     offsets = [(32 * (row & 1) + first + step * k) % 64 for row in range(LANES) for k in range(4)]
-    return simd.call_llvm(b, MOVE_FIELDS, _B, _vector(offsets), x)
+    return simd.emit_llvm_call(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
 
-def is_set(b: Any, x: Any, bit: int) -> Any:
+def emit_bit_test_per_byte(b: Any, x: Any, bit: int) -> Any:
     """Emit the test whether bit number `bit` of each byte of `x` is set."""
     if bit == 7:
         return b.icmp_signed("<", x, bytes_of(0))
     return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
 
 
-def look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]) -> list[Any]:
+def emit_byte_table_lookup(
+    b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
+) -> list[Any]:
     """Emit the lookup of each index in a table of bytes.
 
     An index has 7 low bits in `indices` and further `bits`, lowest first. All indices meet a part of the table before
@@ -116,20 +118,20 @@ def look_up_bytes(b: Any, table: np.ndarray, indices: Sequence[Any], bits: Seque
     """
     if len(table) == TABLE_BYTES:
         low, high = _vector(table[:VECTOR_BYTES]), _vector(table[VECTOR_BYTES:])
-        return [simd.call_llvm(b, PERMUTE_TWO, _B, low, index, high) for index in indices]
+        return [simd.emit_llvm_call(b, PERMUTE_TWO, _B, low, index, high) for index in indices]
     middle = len(table) // 2
     last = (middle // TABLE_BYTES).bit_length() - 1
-    first = look_up_bytes(b, table[:middle], indices, bits)
-    second = look_up_bytes(b, table[middle:], indices, bits)
+    first = emit_byte_table_lookup(b, table[:middle], indices, bits)
+    second = emit_byte_table_lookup(b, table[middle:], indices, bits)
     return [b.select(own[last], y, x) for x, y, own in zip(first, second, bits, strict=True)]
 
 
-def complete_signs(b: Any, signs: Any) -> Any:
+def emit_even_parity_bit(b: Any, signs: Any) -> Any:
     """Emit the parity bit of signs: set bit 7 of each byte so that the number of set bits is even.
 
     Bit 7 of the operand is ignored.
     """
-    known = find_instruction(BIT_MATRIX_INSTRUCTIONS)
+    known = find_supported_instruction(BIT_MATRIX_INSTRUCTIONS)
     if find_target_features().get("gfni") and known is not None:
         name, size = known
         rows = [0x7F, *(1 << bit for bit in reversed(range(7)))]
@@ -145,7 +147,7 @@ def complete_signs(b: Any, signs: Any) -> Any:
 # ------------------------------------------------------------------------------------------- codes by wide permutes
 
 
-def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
+def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
     """Make the table of signed codes by level in the low `width` bits and sign in the next bit.
 
     Further bits of an index are ignored.
@@ -155,50 +157,50 @@ def _make_signed_table(book: CodeBook, width: int) -> ir.Constant:
     return _vector(codes * (VECTOR_BYTES // len(codes)))
 
 
-def _permute_signed(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
+def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
     """Emit the signed codes of vector `j` of a block, from the levels of the vector and the signs of all vectors."""
-    sign, mask = move_fields(b, signs, 4 * j - width, 1), (1 << width) - 1
+    sign, mask = emit_bit_field_extraction(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
-    return simd.call_llvm(b, PERMUTE_ONE, _B, _make_signed_table(book, width), chosen)
+    return simd.emit_llvm_call(b, PERMUTE_ONE, _B, _make_signed_code_table(book, width), chosen)
 
 
-def move_levels_of_8(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
+def emit_levels_of_8_columns(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
     """Emit the extraction of the levels of all vectors of a block, from both bytes of entries of 8 columns.
 
     A level begins at bit `low_bit`.
     """
-    return [move_fields(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
+    return [emit_bit_field_extraction(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
 
-def _permute_levels_of_8(
+def _emit_lookup_of_8_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
     """Emit the lookup of the levels of all vectors of each block, for entries of 8 columns."""
-    halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
-    return [move_levels_of_8(b, both, 0) for both in zip(*halves, strict=True)]
+    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_entry_levels()]
+    return [emit_levels_of_8_columns(b, both, 0) for both in zip(*halves, strict=True)]
 
 
-def _permute_levels_of_4(
+def _emit_lookup_of_4_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
     """Emit the lookup of the levels of all vectors of each block, for entries of 4 columns.
 
     A block has two vectors of indices.
     """
-    halves = [look_up_bytes(b, table, indices, bits) for table in book.pack_entries()]
+    halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_entry_levels()]
     vectors = []
     for first, second in zip(*halves, strict=True):
         for i in (0, 2):
             order = [4 * row + i + k // 2 + VECTOR_BYTES * (k % 2) for row in range(LANES) for k in range(4)]
-            words = simd.call_llvm(b, PERMUTE_TWO, _B, first, _vector(order), second)
-            vectors += [move_fields(b, words, 16 * j, 4) for j in range(2)]
+            words = simd.emit_llvm_call(b, PERMUTE_TWO, _B, first, _vector(order), second)
+            vectors += [emit_bit_field_extraction(b, words, 16 * j, 4) for j in range(2)]
     return [vectors[i : i + CODE_VECTORS] for i in range(0, len(vectors), CODE_VECTORS)]
 
 
 # ------------------------------------------------------------------------------------------------- codes by gathers
 
 
-def find_table_address(b: Any, name: str, table: np.ndarray) -> Any:
+def emit_constant_table_address(b: Any, name: str, table: np.ndarray) -> Any:
     """Emit the address of a constant table of bytes, and add the table to the module of the kernel at first use."""
     symbol = f"hocket.table.{name}"
     known = b.module.globals.get(symbol)
@@ -210,7 +212,7 @@ def find_table_address(b: Any, name: str, table: np.ndarray) -> Any:
     return b.ptrtoint(known, _i64)
 
 
-def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
+def emit_gather_of_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
     """Emit the gather of the codes of all vectors of a block from a table in memory, as byte vectors.
 
     Args:
@@ -219,7 +221,7 @@ def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[An
         codes: The code of each column of each entry.
         indices: 32-bit lanes, one vector for each entry of a row.
     """
-    table, parts = find_table_address(b, str(book.dtype), codes), codes.shape[1] // 4
+    table, parts = emit_constant_table_address(b, str(book.dtype), codes), codes.shape[1] // 4
     wide, every = ir.VectorType(_i64, LANES), ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
     base = b.insert_element(ir.Constant(wide, ir.Undefined), table, ir.Constant(_i32, 0))
     base = b.shuffle_vector(base, base, ir.Constant(_I, [0] * LANES))
@@ -235,7 +237,7 @@ def gather_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[An
     return vectors
 
 
-def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any:
+def _emit_negation_of_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any:
     """Emit the negation of the codes that have a sign in vector `j` of a block: ``2 * zero - code``."""
     spread = b.shuffle_vector(
         signs, signs, ir.Constant(ir.VectorType(_i32, 64), [t // 4 * 4 + j // 2 for t in range(64)])
@@ -245,12 +247,12 @@ def _negate_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any
     return b.select(is_negative, b.sub(bytes_of(2 * book.zero), codes), codes)
 
 
-def byte_of_lane(b: Any, x: Any, i: int) -> Any:
+def emit_byte_of_each_lane(b: Any, x: Any, i: int) -> Any:
     """Emit the extraction of byte `i` of each 32-bit lane."""
     return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
 
 
-def take_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
+def emit_index_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
     """Emit the high bits of indices: `width` bits of each 32-bit lane from bit `at` on, moved to bits 8 and above."""
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
@@ -259,7 +261,7 @@ def take_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class BookLoaders:
+class CodeBookLoaders:
     """Loaders of weight codes that are stored as indices into a code book.
 
     Attributes:
@@ -267,11 +269,11 @@ class BookLoaders:
         load_two_blocks: ``(p, q) -> codes``, the codes at `p` and at `q`. Each part of the book is loaded once.
     """
 
-    one: Intrinsic
-    two: Intrinsic
+    load_one_block: Intrinsic
+    load_two_blocks: Intrinsic
 
 
-def make_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> BookLoaders:
+def make_code_book_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> CodeBookLoaders:
     """Make code book loaders of ``emit_codes(b, addresses)``, which returns the vectors of codes at each address."""
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
@@ -283,12 +285,12 @@ def make_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) ->
         first, second = emit_codes(b, [p, q])
         return pack_vectors(b, [*first, *second])
 
-    return BookLoaders(one, two)
+    return CodeBookLoaders(one, two)
 
 
-def make_signed_book_loaders(
+def make_signed_code_book_loaders(
     book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
-) -> BookLoaders:
+) -> CodeBookLoaders:
     """Make the loaders for a code book of magnitudes, with signs stored separately.
 
     A block has the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
@@ -304,43 +306,47 @@ def make_signed_book_loaders(
     width = index_vectors + 1
 
     def load_signs(b: Any, p: Any) -> Any:
-        stored = load_at(b, p, signs_offset)
-        return complete_signs(b, stored) if has_even_signs else stored
+        stored = emit_load(b, p, signs_offset)
+        return emit_even_parity_bit(b, stored) if has_even_signs else stored
 
     def load_bits(b: Any, p: Any, v: int, index: Any) -> list[Any]:
-        bits = [is_set(b, index, 7)]
+        bits = [emit_bit_test_per_byte(b, index, 7)]
         if high_bits:
-            high = b.bitcast(load_lanes(b, p, bits_offset, _i8), _B)
-            spread = move_fields(b, high, 4 * v * high_bits, high_bits)
-            bits += [is_set(b, spread, bit) for bit in range(high_bits)]
-        return [*bits, is_set(b, load_at(b, p, signs_offset), 7)] if has_index_bits else bits
+            high = b.bitcast(emit_load_as_int32_lanes(b, p, bits_offset, _i8), _B)
+            spread = emit_bit_field_extraction(b, high, 4 * v * high_bits, high_bits)
+            bits += [emit_bit_test_per_byte(b, spread, bit) for bit in range(high_bits)]
+        return [*bits, emit_bit_test_per_byte(b, emit_load(b, p, signs_offset), 7)] if has_index_bits else bits
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         places = [(p, v) for p in addresses for v in range(index_vectors)]
-        indices = [load_at(b, p, VECTOR_BYTES * v) for p, v in places]
+        indices = [emit_load(b, p, VECTOR_BYTES * v) for p, v in places]
         bits = [load_bits(b, *place, index) for place, index in zip(places, indices, strict=True)]
         if index_vectors == 1:
-            levels = _permute_levels_of_8(b, book, indices, bits)
+            levels = _emit_lookup_of_8_column_entries(b, book, indices, bits)
         else:
-            levels = _permute_levels_of_4(b, book, indices, bits)
+            levels = _emit_lookup_of_4_column_entries(b, book, indices, bits)
         signs = [load_signs(b, p) for p in addresses]
         return [
-            [_permute_signed(b, book, x, own, j, width) for j, x in enumerate(vectors)]
+            [_emit_signed_codes(b, book, x, own, j, width) for j, x in enumerate(vectors)]
             for vectors, own in zip(levels, signs, strict=True)
         ]
 
     def gather_one(b: Any, p: Any) -> list[Any]:
-        lanes = [byte_of_lane(b, load_at(b, p, VECTOR_BYTES * v), i) for v in range(index_vectors) for i in range(4)]
+        lanes = [
+            emit_byte_of_each_lane(b, emit_load(b, p, VECTOR_BYTES * v), i)
+            for v in range(index_vectors)
+            for i in range(4)
+        ]
         if high_bits:
-            high = load_lanes(b, p, bits_offset, _i8)
-            lanes = [b.or_(x, take_high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
+            high = emit_load_as_int32_lanes(b, p, bits_offset, _i8)
+            lanes = [b.or_(x, emit_index_high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
-            stored = load_at(b, p, signs_offset, _I)
-            lanes = [b.or_(x, take_high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
-        found = gather_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_levels()], lanes)
+            stored = emit_load(b, p, signs_offset, _I)
+            lanes = [b.or_(x, emit_index_high_bits(b, stored, 8 * i + 7, 1)) for i, x in enumerate(lanes)]
+        found = emit_gather_of_codes(b, book, book.zero + np.array(book.magnitudes)[book.load_entry_levels()], lanes)
         signs = load_signs(b, p)
-        return [_negate_codes(b, book, x, signs, j) for j, x in enumerate(found)]
+        return [_emit_negation_of_codes(b, book, x, signs, j) for j, x in enumerate(found)]
 
-    return make_loaders(
-        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
+    return make_code_book_loaders(
+        lambda b, addresses: permute(b, addresses) if has_128_byte_permutes() else [gather_one(b, p) for p in addresses]
     )

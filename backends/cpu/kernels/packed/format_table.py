@@ -20,8 +20,8 @@ import numpy as np
 from .....graph.dtypes import DType
 from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.byte_vectors import make_byte_table
-from ...simd.dot_tiles import make_code_loader
+from ...simd.byte_vectors import make_byte_lookup_table
+from ...simd.dot_tiles import make_weight_code_loader
 from ...simd.vectors import (
     Intrinsic,
     and_int,
@@ -56,10 +56,10 @@ from .packed_format import (
     PackedFormat,
     copy_f16_to_lane,
     format_with_half_scales,
-    make_format,
-    make_load_one_scale,
-    make_split_one_scale,
-    unpack_2_bits_of_128,
+    make_bitplane_format,
+    make_load_f16_scale,
+    make_pack_f16_scale,
+    unpack_four_2_bit_codes_of_128,
 )
 from .ternary_formats import TERNARY_FORMATS
 
@@ -70,7 +70,7 @@ __all__ = ["BLOCK_COLUMNS", "FORMATS", "GROUP_ROWS", "UNIT_BLOCKS", "PackedForma
 
 
 @subroutine
-def unpack_4_bits_of_32(row, c, head, nbytes):
+def unpack_four_4_bit_codes_of_32(row, c, head, nbytes):
     """Unpack the 4-bit codes of four columns of a 32-column block. The low nibbles are the first 16 columns.
 
     `head` is the bytes of a file block before the codes, `nbytes` the bytes of a file block.
@@ -79,7 +79,7 @@ def unpack_4_bits_of_32(row, c, head, nbytes):
 
 
 @subroutine
-def unpack_fifth_bits(row, c, head, nbytes):
+def unpack_four_fifth_bits(row, c, head, nbytes):
     """Unpack the fifth bits of the codes of four columns, from 4 bytes with one bit per column.
 
     A multiplication moves four neighbours apart.
@@ -90,22 +90,22 @@ def unpack_fifth_bits(row, c, head, nbytes):
 
 @subroutine
 def load_q4_0_codes(row, c):
-    return unpack_4_bits_of_32(row, c, 2, 18)
+    return unpack_four_4_bit_codes_of_32(row, c, 2, 18)
 
 
 @subroutine
 def load_q4_1_codes(row, c):
-    return unpack_4_bits_of_32(row, c, 4, 20)
+    return unpack_four_4_bit_codes_of_32(row, c, 4, 20)
 
 
 @subroutine
 def load_q5_0_codes(row, c):
-    return unpack_4_bits_of_32(row, c, 6, 22) | unpack_fifth_bits(row, c, 2, 22)
+    return unpack_four_4_bit_codes_of_32(row, c, 6, 22) | unpack_four_fifth_bits(row, c, 2, 22)
 
 
 @subroutine
 def load_q5_1_codes(row, c):
-    return unpack_4_bits_of_32(row, c, 8, 24) | unpack_fifth_bits(row, c, 4, 24)
+    return unpack_four_4_bit_codes_of_32(row, c, 8, 24) | unpack_four_fifth_bits(row, c, 4, 24)
 
 
 @subroutine
@@ -115,10 +115,10 @@ def load_q8_0_codes(row, c):
 
 @subroutine
 def load_mxfp4_codes(row, c):
-    return unpack_4_bits_of_32(row, c, 1, 17)
+    return unpack_four_4_bit_codes_of_32(row, c, 1, 17)
 
 
-def _make_split_scale_and_bias(nbytes: int) -> Subroutine:
+def _make_pack_scale_and_bias(nbytes: int) -> Subroutine:
     """Make `PackedFormat.pack_scales` for file blocks with a float16 scale and a float16 bias.
 
     The biases follow the scales.
@@ -144,7 +144,7 @@ def load_biases_next_to_scales(p, b):
 
 
 @subroutine
-def split_mxfp4_scales(row, to, lane, s):
+def pack_mxfp4_scales(row, to, lane, s):
     store_byte(to + s * 16 + lane, load_byte(row + s * 17))
 
 
@@ -167,13 +167,13 @@ def load_nvfp4_codes(row, c):
 
 
 @subroutine
-def split_nvfp4_scales(row, to, lane, s):
+def pack_nvfp4_scales(row, to, lane, s):
     for j in range(4):
         store_byte(to + s * 64 + 16 * j + lane, load_byte(row + s * 36 + j))
 
 
 @subroutine
-def e4m3_to_half_floats(e):
+def e4m3_to_halved_f32(e):
     """Return half of each 8-bit float E4M3 as float32, because the code book is doubled; NaN gives 0.
 
     The values are `HALF_OF_E4M3`.
@@ -185,13 +185,13 @@ def e4m3_to_half_floats(e):
 
 @subroutine
 def load_nvfp4_scales(p, b):
-    return e4m3_to_half_floats(load_u8_lanes(p + 32 * b)), e4m3_to_half_floats(load_u8_lanes(p + 32 * b + 16))
+    return e4m3_to_halved_f32(load_u8_lanes(p + 32 * b)), e4m3_to_halved_f32(load_u8_lanes(p + 32 * b + 16))
 
 
 # --------------------------------------------------------------------------------------------- code books of 16
 
 
-def _make_code_book(values: np.ndarray) -> tuple[Intrinsic, int, int]:
+def _make_code_book_decoder(values: np.ndarray) -> tuple[Intrinsic, int, int]:
     """Make the decoder of 4-bit codes through a book of 16 signed values.
 
     Returns:
@@ -199,27 +199,27 @@ def _make_code_book(values: np.ndarray) -> tuple[Intrinsic, int, int]:
     """
     zero = -int(values.min())
     return (
-        make_code_loader((4,), table=make_byte_table([int(v) + zero for v in values])),
+        make_weight_code_loader((4,), table=make_byte_lookup_table([int(v) + zero for v in values])),
         zero,
         int(values.max()) + zero,
     )
 
 
-decode_iq4_nl_codes, IQ4_NL_ZERO_POINT, IQ4_NL_MAX_CODE = _make_code_book(IQ4_NL_CODE_BOOK)
-decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book(FP4_VALUES_TIMES_2)
+decode_iq4_nl_codes, IQ4_NL_ZERO_POINT, IQ4_NL_MAX_CODE = _make_code_book_decoder(IQ4_NL_CODE_BOOK)
+decode_fp4_codes, FP4_ZERO_POINT, FP4_MAX_CODE = _make_code_book_decoder(FP4_VALUES_TIMES_2)
 
 
 # ------------------------------------------------------------------------------------------------ types of 256 columns
 
 
 @subroutine
-def unpack_4_bits_of_64(row, c):
+def unpack_four_4_bit_codes_of_64(row, c):
     """Unpack the 4-bit codes of four columns: 64 columns are in 32 bytes, and the low nibbles are the first half."""
     return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLE_MASK
 
 
 @subroutine
-def unpack_bits_of_256(row, c):
+def unpack_four_bits_of_256(row, c):
     """Unpack the bits of four columns from `c` on: 256 columns are in 32 bytes, lowest bits first.
 
     The result has one bit per byte.
@@ -229,38 +229,38 @@ def unpack_bits_of_256(row, c):
 
 @subroutine
 def load_q2_k_codes(row, c):
-    return unpack_2_bits_of_128(row + 16, c)
+    return unpack_four_2_bit_codes_of_128(row + 16, c)
 
 
 @subroutine
 def load_q3_k_codes(row, c):
-    return unpack_2_bits_of_128(row + 32, c) | unpack_bits_of_256(row, c) << 2
+    return unpack_four_2_bit_codes_of_128(row + 32, c) | unpack_four_bits_of_256(row, c) << 2
 
 
 @subroutine
 def load_q4_k_codes(row, c):
-    return unpack_4_bits_of_64(row + 16, c)
+    return unpack_four_4_bit_codes_of_64(row + 16, c)
 
 
 @subroutine
 def load_q5_k_codes(row, c):
-    return unpack_4_bits_of_64(row + 48, c) | unpack_bits_of_256(row + 16, c) << 4
+    return unpack_four_4_bit_codes_of_64(row + 48, c) | unpack_four_bits_of_256(row + 16, c) << 4
 
 
 @subroutine
 def load_q6_k_codes(row, c):
     """Unpack the Q6_K codes of four columns: nibbles of 128 columns in 64 bytes, and two high bits each in 32 bytes."""
     low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLE_MASK
-    return low | unpack_2_bits_of_128(row + 128, c) << 4
+    return low | unpack_four_2_bit_codes_of_128(row + 128, c) << 4
 
 
 @subroutine
 def load_iq4_xs_codes(row, c):
-    return unpack_4_bits_of_32(row + 8, c, 0, 16)
+    return unpack_four_4_bit_codes_of_32(row + 8, c, 0, 16)
 
 
 @subroutine
-def unpack_6_bits(at, j):
+def unpack_6_bit_k_scale(at, j):
     """Unpack a 6-bit scale or minimum of a Q4_K or Q5_K block (``get_scale_min_k4`` of ggml).
 
     `j` from 0 to 7 is a scale, `j` from 8 to 15 a minimum.
@@ -273,7 +273,7 @@ def unpack_6_bits(at, j):
 
 
 @subroutine
-def split_k_scales(row, to, lane, s):
+def pack_q45_k_scales(row, to, lane, s):
     """Pack the scales and minimums of a Q4_K or Q5_K file block: copy them to their lane.
 
     The order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
@@ -282,7 +282,7 @@ def split_k_scales(row, to, lane, s):
         high = 0
         for k in range(2):
             j = 2 * pair + k
-            scale, minimum = unpack_6_bits(row + 4, j), unpack_6_bits(row + 4, j + 8)
+            scale, minimum = unpack_6_bit_k_scale(row + 4, j), unpack_6_bit_k_scale(row + 4, j + 8)
             store_byte(to + 16 * j + lane, (scale & 15) | (minimum & 15) << 4)
             high |= (scale >> 4 | minimum >> 4 << 2) << 4 * k
         store_byte(to + 128 + 16 * pair + lane, high)
@@ -291,30 +291,30 @@ def split_k_scales(row, to, lane, s):
 
 
 @subroutine
-def load_high_bits(at, j):
+def load_k_high_bits(at, j):
     """Load the two high bits of the Q4_K or Q5_K scale of block `j`, and above them the high bits of the minimum."""
     return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @subroutine
-def load_k_scales(p, b):
+def load_q45_k_scales(p, b):
     """Load the Q4_K or Q5_K scales of a block: the 6-bit scale of 32 columns times the float16 of 256 columns."""
-    low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_high_bits(p, b), splat_int(3))
+    low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_k_high_bits(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
 
 
 @subroutine
-def load_k_biases(p, b):
+def load_q45_k_biases(p, b):
     """Load the Q4_K or Q5_K biases of a block: the negative 6-bit minimum times the second float16 of 256 columns."""
     low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
-    high = and_int(shift_right(load_high_bits(p, b), splat_int(2)), splat_int(3))
+    high = and_int(shift_right(load_k_high_bits(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
     return m, m
 
 
 @subroutine
-def split_q2_k_scales(row, to, lane, s):
+def pack_q2_k_scales(row, to, lane, s):
     for j in range(16):
         store_byte(to + 16 * j + lane, load_byte(row + j))
     copy_f16_to_lane(row + 80, to + 256, lane)
@@ -338,7 +338,7 @@ def load_q2_k_biases(p, b):
 
 
 @subroutine
-def split_q3_k_scales(row, to, lane, s):
+def pack_q3_k_scales(row, to, lane, s):
     """Pack the 6-bit scales and the float16 of a Q3_K file block: copy them to their lane.
 
     Low nibbles of the scales j and j + 8 share a byte; high bits of the scales j, j + 4, j + 8 and j + 12 do so, too.
@@ -366,7 +366,7 @@ def load_q3_k_scales(p, b):
 
 
 @subroutine
-def split_q6_k_scales(row, to, lane, s):
+def pack_q6_k_scales(row, to, lane, s):
     for j in range(16):
         store_byte(to + 16 * j + lane, load_byte(row + 192 + j))
     copy_f16_to_lane(row + 208, to + 256, lane)
@@ -382,7 +382,7 @@ def load_q6_k_scales(p, b):
 
 
 @subroutine
-def split_iq4_xs_scales(row, to, lane, s):
+def pack_iq4_xs_scales(row, to, lane, s):
     for j in range(4):
         store_byte(to + 16 * j + lane, load_byte(row + 4 + j))
     for j in range(2):
@@ -399,36 +399,36 @@ def load_iq4_xs_scales(p, b):
     return d, d
 
 
-load_one_scale = make_load_one_scale(1)
+load_one_scale = make_load_f16_scale(1)
 _INTERLEAVED_BIASES = load_scales_next_to_biases, load_biases_next_to_scales
-_format_with_iq4_codes = partial(make_format, load_codes=decode_iq4_nl_codes, max_code=IQ4_NL_MAX_CODE)
-_format_with_fp4_codes = partial(make_format, load_codes=decode_fp4_codes, max_code=FP4_MAX_CODE)
+_format_with_iq4_codes = partial(make_bitplane_format, load_codes=decode_iq4_nl_codes, max_code=IQ4_NL_MAX_CODE)
+_format_with_fp4_codes = partial(make_bitplane_format, load_codes=decode_fp4_codes, max_code=FP4_MAX_CODE)
 _ALL_FORMATS = (
-    make_format(DType.Q4_0, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, 8),
-    make_format(DType.Q4_1, (4,), load_q4_1_codes, _make_split_scale_and_bias(20), *_INTERLEAVED_BIASES),
-    make_format(DType.Q5_0, (4, 1), load_q5_0_codes, make_split_one_scale(22), load_one_scale, 16),
-    make_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_split_scale_and_bias(24), *_INTERLEAVED_BIASES),
-    make_format(DType.Q8_0, (8,), load_q8_0_codes, make_split_one_scale(34), load_one_scale, 128),
-    _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, split_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
+    make_bitplane_format(DType.Q4_0, (4,), load_q4_0_codes, make_pack_f16_scale(18), load_one_scale, 8),
+    make_bitplane_format(DType.Q4_1, (4,), load_q4_1_codes, _make_pack_scale_and_bias(20), *_INTERLEAVED_BIASES),
+    make_bitplane_format(DType.Q5_0, (4, 1), load_q5_0_codes, make_pack_f16_scale(22), load_one_scale, 16),
+    make_bitplane_format(DType.Q5_1, (4, 1), load_q5_1_codes, _make_pack_scale_and_bias(24), *_INTERLEAVED_BIASES),
+    make_bitplane_format(DType.Q8_0, (8,), load_q8_0_codes, make_pack_f16_scale(34), load_one_scale, 128),
+    _format_with_fp4_codes(DType.MXFP4, (4,), load_mxfp4_codes, pack_mxfp4_scales, load_mxfp4_scales, FP4_ZERO_POINT),
     _format_with_fp4_codes(
         DType.NVFP4,
         (4,),
         load_nvfp4_codes,
-        split_nvfp4_scales,
+        pack_nvfp4_scales,
         load_nvfp4_scales,
         FP4_ZERO_POINT,
         has_half_block_scales=True,
     ),
-    make_format(DType.Q4_K, (4,), load_q4_k_codes, split_k_scales, load_k_scales, load_k_biases),
-    make_format(DType.Q5_K, (4, 1), load_q5_k_codes, split_k_scales, load_k_scales, load_k_biases),
-    format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, split_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
-    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, split_q3_k_scales, load_q3_k_scales, 4),
-    format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, split_q6_k_scales, load_q6_k_scales, 32),
+    make_bitplane_format(DType.Q4_K, (4,), load_q4_k_codes, pack_q45_k_scales, load_q45_k_scales, load_q45_k_biases),
+    make_bitplane_format(DType.Q5_K, (4, 1), load_q5_k_codes, pack_q45_k_scales, load_q45_k_scales, load_q45_k_biases),
+    format_with_half_scales(DType.Q2_K, (2,), load_q2_k_codes, pack_q2_k_scales, load_q2_k_scales, load_q2_k_biases),
+    format_with_half_scales(DType.Q3_K, (2, 1), load_q3_k_codes, pack_q3_k_scales, load_q3_k_scales, 4),
+    format_with_half_scales(DType.Q6_K, (4, 2), load_q6_k_codes, pack_q6_k_scales, load_q6_k_scales, 32),
     _format_with_iq4_codes(
-        DType.IQ4_NL, (4,), load_q4_0_codes, make_split_one_scale(18), load_one_scale, IQ4_NL_ZERO_POINT
+        DType.IQ4_NL, (4,), load_q4_0_codes, make_pack_f16_scale(18), load_one_scale, IQ4_NL_ZERO_POINT
     ),
     _format_with_iq4_codes(
-        DType.IQ4_XS, (4,), load_iq4_xs_codes, split_iq4_xs_scales, load_iq4_xs_scales, IQ4_NL_ZERO_POINT
+        DType.IQ4_XS, (4,), load_iq4_xs_codes, pack_iq4_xs_scales, load_iq4_xs_scales, IQ4_NL_ZERO_POINT
     ),
     *GRID_FORMATS,
     *TERNARY_FORMATS,

@@ -22,20 +22,20 @@ from ...simd.vectors import ADDRESS, BYTES, bytes_of, intrinsic, ints_of, llvm_t
 from .code_books import (
     TABLE_BYTES,
     VECTOR_BYTES,
-    BookLoaders,
     CodeBook,
-    byte_of_lane,
-    find_table_address,
-    gather_codes,
-    has_wide_permutes,
-    is_set,
-    load_at,
-    load_lanes,
-    look_up_bytes,
-    make_loaders,
-    move_fields,
-    move_levels_of_8,
-    take_high_bits,
+    CodeBookLoaders,
+    emit_bit_field_extraction,
+    emit_bit_test_per_byte,
+    emit_byte_of_each_lane,
+    emit_byte_table_lookup,
+    emit_constant_table_address,
+    emit_gather_of_codes,
+    emit_index_high_bits,
+    emit_levels_of_8_columns,
+    emit_load,
+    emit_load_as_int32_lanes,
+    has_128_byte_permutes,
+    make_code_book_loaders,
 )
 
 _B, _i16, _i64 = llvm_type(BYTES), ir.IntType(16), ir.IntType(64)
@@ -48,13 +48,13 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 
 @cache
-def order_entries() -> np.ndarray:
+def order_iq1_entries() -> np.ndarray:
     """Return the entries of the IQ1 code book in an order in which each bin has at most two second halves.
 
     An entry is its number in the file. A bin is 16 consecutive entries, a second half the levels of the last four
     columns.
     """
-    halves = IQ1_BOOK.pack_entries()[1]
+    halves = IQ1_BOOK.pack_entry_levels()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
     order = list[int]()
     while left:
@@ -64,45 +64,47 @@ def order_entries() -> np.ndarray:
     return np.array(order)
 
 
-def _number_entries() -> np.ndarray:
+def _compute_iq1_entry_numbers() -> np.ndarray:
     """Compute the new number of each entry of `order_iq1_entries`.
 
     The low 7 bits are the bin of the entry, the other bits its place in the bin.
     """
-    bins, places = np.divmod(np.arange(len(order_entries())), BIN_ENTRIES)
+    bins, places = np.divmod(np.arange(len(order_iq1_entries())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
 
 
-def _renumber(table: np.ndarray) -> np.ndarray:
+def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
     """Reorder a table with a row for each IQ1 entry of the file to a table by new numbers."""
     renumbered = np.empty_like(table)
-    renumbered[_number_entries()] = table[order_entries()]
+    renumbered[_compute_iq1_entry_numbers()] = table[order_iq1_entries()]
     return renumbered
 
 
 @intrinsic(ADDRESS, ADDRESS)
-def renumber_entry(b, number):
+def renumber_iq1_entry(b, number):
     """Return the new number of an IQ1 entry from its number in the file."""
-    numbers = np.empty(len(order_entries()), "<u2")
-    numbers[order_entries()] = _number_entries()
-    at = b.add(find_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1)))
-    return b.zext(load_at(b, at, 0, _i16), _i64)
+    numbers = np.empty(len(order_iq1_entries()), "<u2")
+    numbers[order_iq1_entries()] = _compute_iq1_entry_numbers()
+    at = b.add(
+        emit_constant_table_address(b, "iq1_numbers", numbers.view(np.uint8)), b.shl(number, ir.Constant(_i64, 1))
+    )
+    return b.zext(emit_load(b, at, 0, _i16), _i64)
 
 
-def _list_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return for each bin of IQ1 entries its first and its last second half, and the bound between them.
 
     A second half is the levels of the last four columns. The bound is the place in the bin where the last second half
     begins, times 16.
     """
-    halves = IQ1_BOOK.pack_entries()[1][order_entries()].reshape(-1, BIN_ENTRIES)
+    halves = IQ1_BOOK.pack_entry_levels()[1][order_iq1_entries()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]
     bounds = (halves == first[:, None]).sum(1) % BIN_ENTRIES
     assert (np.where(np.arange(BIN_ENTRIES) < bounds[:, None], first[:, None], last[:, None]) == halves).all()
     return first, last, (BIN_ENTRIES * bounds).astype(np.uint8)
 
 
-def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
+def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoaders:
     """Make the code book loaders of an IQ1 type, in which a shift of an eighth is added to each entry.
 
     Args:
@@ -112,34 +114,42 @@ def make_shifted_book_loaders(bits: int, *, has_one_shift: bool) -> BookLoaders:
     of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
 
     def permute_shifts(b: Any, p: Any) -> list[Any]:
-        positive = b.bitcast(b.not_(load_lanes(b, p, VECTOR_BYTES, _i16)), _B)
-        return [b.and_(move_fields(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
+        positive = b.bitcast(b.not_(emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16)), _B)
+        return [b.and_(emit_bit_field_extraction(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
-        indices = [load_at(b, p, 0) for p in addresses]
-        high = [b.bitcast(load_lanes(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
-        high = [move_fields(b, x, -4, bits) for x in high]
+        indices = [emit_load(b, p, 0) for p in addresses]
+        high = [b.bitcast(emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
+        high = [emit_bit_field_extraction(b, x, -4, bits) for x in high]
         set_bits = [
-            [is_set(b, x, 7), *(is_set(b, y, bit) for bit in (4, 5, 6))] for x, y in zip(indices, high, strict=True)
+            [emit_bit_test_per_byte(b, x, 7), *(emit_bit_test_per_byte(b, y, bit) for bit in (4, 5, 6))]
+            for x, y in zip(indices, high, strict=True)
         ]
-        halves = look_up_bytes(b, _renumber(IQ1_BOOK.pack_entries()[0]), indices, set_bits)
-        first, last, bounds = (look_up_bytes(b, table, indices, set_bits) for table in _list_second_halves())
+        halves = emit_byte_table_lookup(b, _reorder_iq1_table(IQ1_BOOK.pack_entry_levels()[0]), indices, set_bits)
+        first, last, bounds = (
+            emit_byte_table_lookup(b, table, indices, set_bits) for table in _find_iq1_second_halves()
+        )
         blocks = []
         for i, p in enumerate(addresses):
             place = b.or_(b.and_(indices[i], bytes_of(0x80)), b.and_(high[i], bytes_of(0x7F)))
             second = b.select(b.icmp_unsigned(">=", place, bounds[i]), last[i], first[i])
-            levels, shifts = move_levels_of_8(b, (halves[i], second), 3), permute_shifts(b, p)
+            levels, shifts = emit_levels_of_8_columns(b, (halves[i], second), 3), permute_shifts(b, p)
             blocks.append([b.or_(b.and_(x, bytes_of(0x18)), shifts[j // 2]) for j, x in enumerate(levels)])
         return blocks
 
     def gather_one(b: Any, p: Any) -> list[Any]:
-        index, high = load_at(b, p, 0), load_lanes(b, p, VECTOR_BYTES, _i16)
-        lanes = [b.or_(byte_of_lane(b, index, i), take_high_bits(b, high, bits * i, 3)) for i in range(4)]
-        found, positive = gather_codes(b, IQ1_BOOK, 8 * _renumber(IQ1_BOOK.load_levels()), lanes), b.not_(high)
+        index, high = emit_load(b, p, 0), emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16)
+        lanes = [
+            b.or_(emit_byte_of_each_lane(b, index, i), emit_index_high_bits(b, high, bits * i, 3)) for i in range(4)
+        ]
+        found, positive = (
+            emit_gather_of_codes(b, IQ1_BOOK, 8 * _reorder_iq1_table(IQ1_BOOK.load_entry_levels()), lanes),
+            b.not_(high),
+        )
         shifts = [b.and_(b.lshr(positive, ints_of(at - 1)), ints_of(2)) for at in of_shift]
         shifts = [b.bitcast(b.mul(x, ints_of(0x01010101)), _B) for x in shifts]
         return [b.or_(x, shifts[j // 2]) for j, x in enumerate(found)]
 
-    return make_loaders(
-        lambda b, addresses: permute(b, addresses) if has_wide_permutes() else [gather_one(b, p) for p in addresses]
+    return make_code_book_loaders(
+        lambda b, addresses: permute(b, addresses) if has_128_byte_permutes() else [gather_one(b, p) for p in addresses]
     )

@@ -10,8 +10,8 @@ from functools import cache, partial
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
 from ...compilation.compiler import Subroutine, subroutine
-from ...simd.dot_tiles import make_code_loader
-from ...simd.int8_dots import WeightCodes
+from ...simd.dot_tiles import make_weight_code_loader
+from ...simd.int8_dots import WeightCodeProperties
 from ...simd.vectors import Intrinsic, load_byte, load_f16, load_four, mul, splat, store_byte, store_int
 
 GROUP_ROWS, BLOCK_COLUMNS, UNIT_BLOCKS = 16, 32, 8
@@ -46,7 +46,7 @@ class PackedFormat:
     dtype: DType
     plane_bytes: tuple[int, int]
     pack_codes: Subroutine
-    split_scales: Subroutine
+    pack_scales: Subroutine
     load_codes: Intrinsic
     load_scales: Subroutine
     load_biases: Subroutine
@@ -57,12 +57,12 @@ class PackedFormat:
     max_unexpanded_rows: int = MAX_UNEXPANDED_ROWS_OF_SLOW_CODES
 
     @property
-    def code_properties(self) -> WeightCodes:
+    def code_properties(self) -> WeightCodeProperties:
         """Properties of the weight codes that dot products need.
 
         They are the largest code, the zero point, and whether half blocks have a scale of their own.
         """
-        return WeightCodes(self.max_code, self.zero_point, self.has_half_block_scales)
+        return WeightCodeProperties(self.max_code, self.zero_point, self.has_half_block_scales)
 
     @property
     def blocks_per_load(self) -> int:
@@ -70,12 +70,12 @@ class PackedFormat:
         return 1 if self.load_two_codes is None else 2
 
     @property
-    def group_block_bytes(self) -> int:
+    def packed_block_bytes(self) -> int:
         """Bytes of one block of a group: the codes and scales of 32 columns of 16 rows."""
         return GROUP_ROWS * BLOCK_COLUMNS * self.dtype.block_bytes // self.dtype.block
 
 
-def make_format(
+def make_bitplane_format(
     dtype: DType,
     plane_bits: tuple[int, ...],
     load_four_codes: Subroutine,
@@ -104,11 +104,11 @@ def make_format(
     return PackedFormat(
         dtype,
         (64 * plane_bits[0], 64 * sum(plane_bits[1:])),
-        make_pack_bits(load_four_codes, plane_bits),
+        make_pack_codes_into_bit_planes(load_four_codes, plane_bits),
         pack_scales,
-        load_codes or make_code_loader(plane_bits),
+        load_codes or make_weight_code_loader(plane_bits),
         load_scales,
-        biases if isinstance(biases, Subroutine) else make_zero_point_biases(load_scales, zero),
+        biases if isinstance(biases, Subroutine) else make_load_zero_point_biases(load_scales, zero),
         zero,
         has_half_block_scales,
         (1 << sum(plane_bits)) - 1 if max_code is None else max_code,
@@ -117,15 +117,15 @@ def make_format(
     )
 
 
-def make_pack_bits(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
+def make_pack_codes_into_bit_planes(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
     """Make `PackedFormat.pack_codes`: split codes into one or two planes of bits."""
-    low_bits = _make_move_bits(load_four_codes, 0, plane_bits[0])
+    low_bits = _make_copy_code_bits_to_plane(load_four_codes, 0, plane_bits[0])
     if len(plane_bits) == 1:
 
         def pack(row, b, first, second, lane):
             low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
     else:
-        high_bits = _make_move_bits(load_four_codes, *plane_bits)
+        high_bits = _make_copy_code_bits_to_plane(load_four_codes, *plane_bits)
 
         def pack(row, b, first, second, lane):
             low_bits(row, b * BLOCK_COLUMNS, first + 4 * lane)
@@ -134,7 +134,7 @@ def make_pack_bits(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> 
     return subroutine(pack)
 
 
-def _make_move_bits(load_four_codes: Subroutine, first: int, width: int) -> Subroutine:
+def _make_copy_code_bits_to_plane(load_four_codes: Subroutine, first: int, width: int) -> Subroutine:
     """Make the subroutine that copies bits of 32 codes to one lane of a plane: ``(row, c, to)``.
 
     The bits are `first` to `first` + `width` of a code. The first four columns become the lowest bits of the first
@@ -153,7 +153,7 @@ def _make_move_bits(load_four_codes: Subroutine, first: int, width: int) -> Subr
 
 
 @subroutine
-def unpack_2_bits_of_128(row, c):
+def unpack_four_2_bit_codes_of_128(row, c):
     """Unpack the 2-bit codes of four columns from `c` on: 128 columns are in 32 bytes, lowest bits first.
 
     The result has one code per byte.
@@ -169,7 +169,7 @@ def copy_f16_to_lane(row, to, lane):
 
 
 @cache
-def make_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
+def make_load_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
     """Make `PackedFormat.load_biases` of a type with a fixed zero point: ``-zero_point * scale``."""
 
     def biases(p, b):
@@ -179,7 +179,7 @@ def make_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subrouti
     return subroutine(biases)
 
 
-def make_split_one_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
+def make_pack_f16_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
     """Make `PackedFormat.pack_scales` for file blocks with one float16 scale at byte `scale_offset`."""
 
     def split(row, to, lane, s):
@@ -188,7 +188,7 @@ def make_split_one_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
     return subroutine(split)
 
 
-def make_load_one_scale(blocks_per_scale: int) -> Subroutine:
+def make_load_f16_scale(blocks_per_scale: int) -> Subroutine:
     """Make `PackedFormat.load_scales` for one float16 scale per `blocks_per_scale` blocks."""
 
     def scales(p, b):
@@ -198,5 +198,5 @@ def make_load_one_scale(blocks_per_scale: int) -> Subroutine:
     return subroutine(scales)
 
 
-format_with_half_scales = partial(make_format, has_half_block_scales=True)
+format_with_half_scales = partial(make_bitplane_format, has_half_block_scales=True)
 """`make_bitplane_format` for a type with two scales in 32 columns."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from .....graph.dtypes import DType
 from ...compilation.compiler import subroutine
-from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_trits
-from ...simd.dot_tiles import make_code_loader
+from ...simd.base3_codes import DIGITS, SHORT_BYTES, load_ternary_codes
+from ...simd.dot_tiles import make_weight_code_loader
 from ...simd.vectors import load_byte, store_byte
 from .packed_format import (
     BIT_MASK,
     BLOCK_COLUMNS,
     CRUMB_MASK,
     PackedFormat,
-    make_format,
-    make_load_one_scale,
-    make_split_one_scale,
-    make_zero_point_biases,
-    unpack_2_bits_of_128,
+    make_bitplane_format,
+    make_load_f16_scale,
+    make_load_zero_point_biases,
+    make_pack_f16_scale,
+    unpack_four_2_bit_codes_of_128,
 )
 
 
@@ -37,7 +37,7 @@ def load_q2_0_codes(row, c):
 
 
 @subroutine
-def first_digit_from(byte, n):
+def unpack_base_3_digit(byte, n):
     """Return trit `n` of a byte: digit `n` of a number to base 3, most significant first (`simd.trits`)."""
     for _ in range(n):
         byte = byte * 3 & 255
@@ -51,23 +51,23 @@ def unpack_trit(row, c):
     A file block has 32 bytes of 5 trits, 16 bytes of 5 trits, and 4 bytes of 4 trits.
     """
     if c < 160:
-        return first_digit_from(load_byte(row + c % 32), c // 32)
+        return unpack_base_3_digit(load_byte(row + c % 32), c // 32)
     if c < 240:
-        return first_digit_from(load_byte(row + 32 + (c - 160) % 16), (c - 160) // 16)
-    return first_digit_from(load_byte(row + 48 + c % 4), (c - 240) // 4)
+        return unpack_base_3_digit(load_byte(row + 32 + (c - 160) % 16), (c - 160) // 16)
+    return unpack_base_3_digit(load_byte(row + 48 + c % 4), (c - 240) // 4)
 
 
 @subroutine
-def replace_trit(at, n, digit):
+def replace_packed_trit(at, n, digit):
     """Replace trit `n` of the packed byte at address `at` by `digit`."""
     old, number = load_byte(at), 0
     for i in range(DIGITS):
-        number = number * 3 + (digit if i == n else first_digit_from(old, i))
+        number = number * 3 + (digit if i == n else unpack_base_3_digit(old, i))
     store_byte(at, (number * 256 + 242) // 243)
 
 
 @subroutine
-def pack_trits(row, b, first, second, lane):
+def pack_tq1_0_codes(row, b, first, second, lane):
     """Pack the TQ1_0 codes of 32 columns into trits of one lane.
 
     20 columns become five trits of 4 bytes each. 12 columns go to bytes that rows share.
@@ -79,37 +79,42 @@ def pack_trits(row, b, first, second, lane):
         store_byte(first + 4 * lane + k, (number * 256 + 242) // 243)
         for j in range(3):
             at = 64 * j + 4 * lane + k
-            replace_trit(
+            replace_packed_trit(
                 second + at % SHORT_BYTES, at // SHORT_BYTES, unpack_trit(row, b * BLOCK_COLUMNS + 20 + 4 * j + k)
             )
 
 
-load_tq1_0_scales = make_load_one_scale(8)
+load_tq1_0_scales = make_load_f16_scale(8)
 TERNARY_FORMATS = (
     PackedFormat(
         DType.TQ1_0,
         (64, SHORT_BYTES),
-        pack_trits,
-        make_split_one_scale(54, scale_offset=52),
-        load_trits,
+        pack_tq1_0_codes,
+        make_pack_f16_scale(54, scale_offset=52),
+        load_ternary_codes,
         load_tq1_0_scales,
-        make_zero_point_biases(load_tq1_0_scales, 1),
+        make_load_zero_point_biases(load_tq1_0_scales, 1),
         1,
         False,
         2,
     ),
-    make_format(
-        DType.TQ2_0, (2,), unpack_2_bits_of_128, make_split_one_scale(66, scale_offset=64), make_load_one_scale(8), 1
+    make_bitplane_format(
+        DType.TQ2_0,
+        (2,),
+        unpack_four_2_bit_codes_of_128,
+        make_pack_f16_scale(66, scale_offset=64),
+        make_load_f16_scale(8),
+        1,
     ),
-    make_format(
+    make_bitplane_format(
         DType.Q1_0,
         (1,),
         load_q1_0_codes,
-        make_split_one_scale(18),
-        make_load_one_scale(4),
+        make_pack_f16_scale(18),
+        make_load_f16_scale(4),
         1,
-        load_codes=make_code_loader((1,), to_bit=1),
+        load_codes=make_weight_code_loader((1,), to_bit=1),
         max_code=2,
     ),
-    make_format(DType.Q2_0, (2,), load_q2_0_codes, make_split_one_scale(18), make_load_one_scale(2), 1),
+    make_bitplane_format(DType.Q2_0, (2,), load_q2_0_codes, make_pack_f16_scale(18), make_load_f16_scale(2), 1),
 )

@@ -19,12 +19,12 @@ PACK_ARGS = declare_args("source stride target rows columns")
 
 
 @cache
-def make_pack_kernel(form: PackedFormat) -> Kernel:
+def make_pack_weights_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that packs weight rows at `source`, `stride` bytes each, to groups at `target`.
 
     Missing rows of the last group are not written.
     """
-    split, block, nbytes, pack_codes = form.split_scales, form.dtype.block, form.group_block_bytes, form.pack_codes
+    split, block, nbytes, pack_codes = form.pack_scales, form.dtype.block, form.packed_block_bytes, form.pack_codes
     of_first, of_second = form.plane_bytes
 
     def body(a, thread, threads):
@@ -52,13 +52,13 @@ UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scr
 
 
 @cache
-def make_unpack_kernel(form: PackedFormat) -> Kernel:
+def make_unpack_rows_kernel(form: PackedFormat) -> Kernel:
     """Make the kernel that unpacks `count` rows of a packed weight by id to float32.
 
     `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
     has 1,024 bytes of scratch. An invalid id stops the run.
     """
-    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.group_block_bytes
+    codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
 
     def body(a, thread, threads):

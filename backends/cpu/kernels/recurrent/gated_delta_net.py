@@ -17,7 +17,7 @@ from ....fusion.operands import BoundInstruction, Operand, require_supported
 from ....fusion.patterns import match_saved_state_update
 from ...compilation.compiler import Kernel, Subroutine, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.dot_4x4 import CROSS_ROWS, add_16_columns, reduce_products, zero_products
+from ...simd.dot_4x4 import CROSS_ROWS, add_4x4_row_products, reduce_4x4_products, zero_products
 from ...simd.permute_lanes import fourth_0, fourth_1, fourth_2, fourth_3, transpose_16x16
 from ...simd.vectors import (
     LANES,
@@ -27,7 +27,6 @@ from ...simd.vectors import (
     load,
     load_first_lanes,
     load_scalar,
-    load_word,
     mul,
     prefetch,
     prefetch_l2,
@@ -40,10 +39,17 @@ from ...simd.vectors import (
     sub,
     zeros,
 )
-from ...simd.weighted_row_sums import add_weighted_rows, bytes_per_step, rows_per_step, store_sums, zero_sums
+from ...simd.weighted_row_sums import (
+    add_weighted_rows,
+    row_bytes_per_step,
+    rows_per_step,
+    store_weighted_sums,
+    zero_sums,
+)
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..vector.vector_functions import exp
+from .head_addresses import compute_address_and_strides, compute_head_address
 
 BLOCK_ROWS = 32
 """Rows of a state that process all tokens before the next rows do: they stay in the first cache."""
@@ -59,7 +65,7 @@ token. The token stride is 0 if only the last state is stored. Each thread has `
 memory.
 """
 Q_WORD, K_WORD, V_WORD, G_WORD, BETA_WORD, OUT_WORD = (
-    ARGS.first_word(name) for name in ("q", "k", "v", "g", "beta", "out")
+    ARGS.first_word_index(name) for name in ("q", "k", "v", "g", "beta", "out")
 )
 
 
@@ -80,21 +86,15 @@ def compute_delta_net_scratch_bytes(size):
 
 
 @subroutine
-def transpose_block(source, step, to, pace, rows, columns):
+def transpose_row_block(source, step, to, pace, rows, columns):
     """Transpose a block of `rows` by `columns` numbers; rows are `step` bytes apart, result rows `pace` bytes."""
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             transpose_16x16(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
 
 
-@subroutine
-def compute_head_address(a, first, n, t, h):
-    """Return the address of a head's vector; the address and three strides are the words of `a` from `first` on."""
-    return load_word(a, first) + n * load_word(a, first + 1) + t * load_word(a, first + 2) + h * load_word(a, first + 3)
-
-
 @cache
-def make_one_token_part(per_channel: bool) -> Subroutine:
+def make_process_one_token(per_channel: bool) -> Subroutine:
     """Make the subroutine that processes one token with state rows `first` to `last`.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``.
@@ -138,7 +138,7 @@ def make_one_token_part(per_channel: bool) -> Subroutine:
 
 
 @cache
-def make_two_token_part(per_channel: bool) -> Subroutine:
+def make_process_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that processes two tokens with state rows `first` to `last`, four rows at a time.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``. The state is read twice and written once for both
@@ -176,8 +176,8 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
             sums = zero_products()
             for c in range(0, step, 4 * LANES):
                 # sums[r, j] += S[row + r, c] * u[j, c] for u = f k, f q, f g k', f g q'
-                sums = add_16_columns(sums, state + row * step + c, step, multiplied_vectors + c, step)
-            store(memory + 4 * CROSS_ROWS * (row - first), reduce_products(sums))
+                sums = add_4x4_row_products(sums, state + row * step + c, step, multiplied_vectors + c, step)
+            store(memory + 4 * CROSS_ROWS * (row - first), reduce_4x4_products(sums))
         own, next_own, key_first = splat(lane_sum(qk)), splat(lane_sum(pl)), splat(lane_sum(ql))
         key_last = splat(lane_sum(pk))
         v, next_v = compute_head_address(a, V_WORD, n, t, h), compute_head_address(a, V_WORD, n, t + 1, h)
@@ -216,7 +216,7 @@ def make_two_token_part(per_channel: bool) -> Subroutine:
 
 
 @cache
-def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
+def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
     """Make the subroutine that processes two tokens with a transposed block of state rows.
 
     The subroutine is ``(a, n, h, source, t, first, memory)``. Lanes are rows, so that no sum crosses lanes. A scalar
@@ -265,8 +265,8 @@ def make_two_token_transposed_part(per_channel: bool) -> Subroutine:
                 rows = state + BLOCK_ROWS * c + at
                 sums = add_weighted_rows(sums, rows, 4 * BLOCK_ROWS, key + c, query + c, last_key + c, last_query + c)
                 c += 4 * rows_per_step()
-            store_sums(memory + at, 4 * BLOCK_ROWS, sums)
-            at += bytes_per_step()
+            store_weighted_sums(memory + at, 4 * BLOCK_ROWS, sums)
+            at += row_bytes_per_step()
         own, last_own = splat(lane_sum(qk)), splat(lane_sum(pl))
         key_first, key_last = mul(then, splat(lane_sum(ql))), mul(then, splat(lane_sum(pk)))
         v = compute_head_address(a, V_WORD, n, t, h) + 4 * first
@@ -314,7 +314,7 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
     """
 
     process_one_token, process_two_tokens, process_two_transposed = (
-        of(per_channel) for of in (make_one_token_part, make_two_token_part, make_two_token_transposed_part)
+        of(per_channel) for of in (make_process_one_token, make_process_two_tokens, make_process_two_tokens_transposed)
     )
 
     def body(a, thread, threads):
@@ -346,11 +346,11 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
                 step, transposed = 4 * size, memory + DECAYS_OFFSET + 6 * 4 * size
                 old = ARGS.state(a) + step * ((n * heads + h) * width + first)
                 new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * (h * width + first)
-                transpose_block(old if t == 0 else new, step, transposed, 4 * BLOCK_ROWS, BLOCK_ROWS, size)
+                transpose_row_block(old if t == 0 else new, step, transposed, 4 * BLOCK_ROWS, BLOCK_ROWS, size)
                 while t < tokens:
                     process_two_transposed(a, n, h, source, t, first, memory)
                     t += 2
-                transpose_block(transposed, 4 * BLOCK_ROWS, new, step, size, BLOCK_ROWS)
+                transpose_row_block(transposed, 4 * BLOCK_ROWS, new, step, size, BLOCK_ROWS)
         return 0
 
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
@@ -359,7 +359,7 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
 def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not has_delta_net_kernel(call):
         return False
-    _add_delta_net(steps, call, None)
+    _add_delta_net_step(steps, call, None)
     return True
 
 
@@ -374,14 +374,14 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
     return not q.shape[-1] % LANES and dense and len(q.shape) in (3, 4) and q.shape[-2] > 0
 
 
-def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
+def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
     """Add the step of a gated delta rule. `saved_state` receives a copy of the old state."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
     snapshots = new.shape[-4] if len(new.shape) > len(state.shape) else 1
     size = 4 * math.prod(state.shape[-3:])
-    q_at, k_at, v_at, g_at, out_at = (compute_sequence_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
+    q_at, k_at, v_at, g_at, out_at = (compute_address_and_strides(x, 3, len(q.shape) == 4) for x in (q, k, v, g, out))
     each = compute_delta_net_scratch_bytes.body(q.shape[-1])
     memory = steps.scratch(f"delta net {each}", each * steps.threads)
     words = ARGS(
@@ -395,7 +395,7 @@ def _add_delta_net(steps: StepTableBuilder, call: BoundInstruction, saved_state:
         k=k_at,
         v=v_at,
         g=g_at,
-        beta=compute_sequence_strides(beta, 2, len(q.shape) == 4),
+        beta=compute_address_and_strides(beta, 2, len(q.shape) == 4),
         out=out_at,
         state=state.address,
         new=[new.address + (snapshots - 1) * size, snapshots * size, 0 if snapshots == 1 else -size],
@@ -422,18 +422,7 @@ def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
     )
     require_supported(has_delta_net_kernel(change), "the rule has no kernel")
     require_no_alias(saved_state, [change.operand(i) for i in range(6)])
-    return FusedBinding(chain, partial(_add_delta_net, call=change, saved_state=saved_state))
-
-
-def compute_sequence_strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """Return the address of an operand, and its bytes from sequence to sequence, token to token, head to head.
-
-    `axes` is the number of axes behind the sequence axis: token, head and, if it is 3, element.
-    """
-    rank = len(operand.shape)
-    head = rank - (axes - 1)
-    steps = [4 * operand.strides[head - 1], 4 * operand.strides[head]]
-    return [operand.address, 4 * operand.strides[0] if batched else 0, *steps]
+    return FusedBinding(chain, partial(_add_delta_net_step, call=change, saved_state=saved_state))
 
 
 FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"cont": (_fuse_save_and_delta_net,)}

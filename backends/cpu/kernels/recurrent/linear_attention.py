@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ...compilation.compiler import Kernel, kernel
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import LANES, fma, lane_sum, load, mul, splat, splat_from, store, store_scalar, zeros
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
-from .gated_delta_net import compute_sequence_strides
+from .head_addresses import compute_address_and_strides
 
 BLOCK_ROWS = 16
 """Rows of a state [value, key] that process all tokens before the next rows do."""
@@ -158,7 +158,7 @@ def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Opera
     return dense and state.is_float and len(shape) in (3, 4) and shape[-3] > 0 and lanes > 0 and not lanes % LANES
 
 
-def _make_size_words(keys: Operand, values: Operand) -> dict[str, int]:
+def _make_size_args(keys: Operand, values: Operand) -> dict[str, int]:
     """Make the size arguments of a scan kernel: sequences, tokens, heads, keys, values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
@@ -176,8 +176,8 @@ def _bind_key_major_scan(
         return False
     named = {"k": k, "v": v, "r": r, "fading": fading, "out": out}
     block = BY_KEY_ARGS(
-        **_make_size_words(k, v),
-        **{name: compute_sequence_strides(o, 3, len(k.shape) == 4) for name, o in named.items()},
+        **_make_size_args(k, v),
+        **{name: compute_address_and_strides(o, 3, len(k.shape) == 4) for name, o in named.items()},
         bonus=0 if bonus is None else bonus.address,
         state=state.address,
         new=call.dst[1].address,
@@ -190,7 +190,7 @@ def _bind_key_major_scan(
 
 def _bind_rwkv_wkv6(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     k, v, r, bonus, fading = (call.operand(i) for i in range(5))
-    return _bind_key_major_scan(steps, call, [k, v, r, fading], bonus, float_bits(1.0))
+    return _bind_key_major_scan(steps, call, [k, v, r, fading], bonus, float32_bits(1.0))
 
 
 def _bind_gated_linear_attn(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -206,8 +206,8 @@ def _bind_rwkv_wkv7(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not _has_scan_kernel(call, [*walked, out], state, k.shape[-1]):
         return False
     named = {"r": r, "fading": fading, "k": k, "v": v, "read_key": read_key, "write_key": write_key, "out": out}
-    strides = {name: compute_sequence_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
-    block = BY_VALUE_ARGS(**_make_size_words(k, v), **strides, state=state.address, new=new.address)
+    strides = {name: compute_address_and_strides(o, 3, len(k.shape) == 4) for name, o in named.items()}
+    block = BY_VALUE_ARGS(**_make_size_args(k, v), **strides, state=state.address, new=new.address)
     steps.add(scan_value_major, block, reads=[*walked, state], writes=[out, new])
     return True
 

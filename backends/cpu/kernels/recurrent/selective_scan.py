@@ -30,7 +30,7 @@ from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..vector.elementwise import load_lanes, store_lanes
 from ..vector.vector_functions import exp, softplus
-from .gated_delta_net import compute_head_address, compute_sequence_strides
+from .head_addresses import compute_address_and_strides, compute_head_address
 
 BLOCK_ROWS = 16
 """Rows of a state that see all tokens before the next rows do."""
@@ -40,11 +40,11 @@ SCAN = declare_args(
 )
 """A tensor of four words: its address, and bytes from sequence to sequence, token to token, and head to head. All other
 tensors are dense."""
-DT, X, B, C, OUT = STEP_SIZES.first_word("dt"), *(SCAN.first_word(name) for name in ("x", "b", "c", "out"))
+DT, X, B, C, OUT = STEP_SIZES.first_word_index("dt"), *(SCAN.first_word_index(name) for name in ("x", "b", "c", "out"))
 
 
 @cache
-def make_step_sizes_kernel(per_head: bool) -> Kernel:
+def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
     """Make the kernel of the step sizes and decays of a selective scan.
 
     ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`.
@@ -71,7 +71,7 @@ def make_step_sizes_kernel(per_head: bool) -> Kernel:
 
 
 @cache
-def make_decay_columns(per_head: bool) -> Subroutine:
+def make_compute_decay_columns(per_head: bool) -> Subroutine:
     """Make the subroutine that computes the decays of 16 columns of a state row.
 
     The subroutine is ``(size, decay, rates, column, columns)``.
@@ -84,13 +84,13 @@ def make_decay_columns(per_head: bool) -> Subroutine:
 
 
 @cache
-def make_update_row(per_head: bool) -> Subroutine:
+def make_update_state_row(per_head: bool) -> Subroutine:
     """Make the subroutine that updates one row of the state with one token.
 
     The subroutine is ``(old, new, columns, x, size, decay, rates, b, c, out)``. `x` is the address of the row's input,
     `out` the address of its output.
     """
-    decay_columns = make_decay_columns(per_head)
+    decay_columns = make_compute_decay_columns(per_head)
 
     def update_row(old, new, columns, x, size, decay, rates, b, c, out):
         write, y = mul(size, splat_from(x)), zeros()
@@ -105,12 +105,12 @@ def make_update_row(per_head: bool) -> Subroutine:
 
 
 @cache
-def make_update_four_rows(per_head: bool) -> Subroutine:
+def make_update_four_state_rows(per_head: bool) -> Subroutine:
     """Make the subroutine that updates four neighbouring state rows of one head with one token.
 
     The rows read `b` and `c` once. Parameters are as in `make_update_state_row`.
     """
-    decay_columns = make_decay_columns(per_head)
+    decay_columns = make_compute_decay_columns(per_head)
 
     def update_four_rows(old, new, columns, x, size, decay, rates, b, c, out):
         row = 4 * columns
@@ -141,9 +141,9 @@ def make_update_four_rows(per_head: bool) -> Subroutine:
 
 
 @cache
-def make_scan_kernel(per_head: bool) -> Kernel:
+def make_selective_scan_kernel(per_head: bool) -> Kernel:
     """Make the selective scan kernel (Mamba); rates are one number `per_head`, or one per column of the state."""
-    update_row, update_four_rows = make_update_row(per_head), make_update_four_rows(per_head)
+    update_row, update_four_rows = make_update_state_row(per_head), make_update_four_state_rows(per_head)
 
     def body(a, thread, threads):
         tokens, heads, channels, columns = SCAN.tokens(a), SCAN.heads(a), SCAN.channels(a), SCAN.columns(a)
@@ -188,7 +188,7 @@ def make_scan_kernel(per_head: bool) -> Kernel:
     return Kernel(f"selective_scan.scan.{'head' if per_head else 'column'}", body)
 
 
-def _has_scan_kernel(call: BoundInstruction) -> bool:
+def _has_selective_scan_kernel(call: BoundInstruction) -> bool:
     """Return whether the kernels of this file can compute an `ssm_scan`."""
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -203,7 +203,7 @@ def _has_scan_kernel(call: BoundInstruction) -> bool:
 
 
 def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    if not _has_scan_kernel(call):
+    if not _has_selective_scan_kernel(call):
         return False
     x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
     out, new = call.dst
@@ -215,20 +215,20 @@ def _bind_ssm_scan(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     counts = {"sequences": sequences, "tokens": tokens, "heads": heads}
     memory = {"rates": rates.address, "sizes": sizes.address, "decays": decays.address}
     steps.add(
-        make_step_sizes_kernel(per_head),
-        STEP_SIZES(**counts, dt=compute_sequence_strides(dt, 2, batched), **memory),
+        make_step_sizes_and_decays_kernel(per_head),
+        STEP_SIZES(**counts, dt=compute_address_and_strides(dt, 2, batched), **memory),
         reads=[dt, rates],
         writes=[sizes, decays],
     )
     steps.add(
-        make_scan_kernel(per_head),
+        make_selective_scan_kernel(per_head),
         SCAN(
             **counts,
             groups=b.shape[-2],
             channels=channels,
             columns=columns,
             **{
-                name: compute_sequence_strides(o, 3, batched)
+                name: compute_address_and_strides(o, 3, batched)
                 for name, o in {"x": x, "b": b, "c": c, "out": out}.items()
             },
             **memory,

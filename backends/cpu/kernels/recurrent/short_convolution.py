@@ -15,9 +15,9 @@ from ...compilation.kernel_args import declare_args
 from ...simd.permute_lanes import fourth_0, fourth_1, fourth_2, fourth_3
 from ...simd.vectors import (
     LANES,
+    clamped_lane_indices,
     fma,
     gather_lanes,
-    lane_indices,
     load,
     load_int,
     load_long,
@@ -32,7 +32,7 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
-from ..rows.norms import NORM_FACTORS, select_norm_kind, sum_of_squares
+from ..rows.norms import NORM_FACTORS, select_norm_factor_name, sum_of_squares
 from ..vector.elementwise import load_lanes, store_lanes
 from ..vector.vector_functions import silu
 
@@ -45,7 +45,7 @@ CONVOLUTION_ARGS = declare_args("sequences tokens channels x x_between x_row w y
 
 
 @cache
-def make_convolution_kernel() -> Kernel:
+def make_four_tap_convolution_kernel() -> Kernel:
     """Make the kernel of the convolution with four taps: ``y[t, c] = sum over j of w[c, j] * x[t + j, c]``.
 
     `w` is [channels, 4]. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row.
@@ -82,7 +82,7 @@ TAPPED = declare_args("sequences tokens channels x x_between x_row w w_row y y_b
 
 
 @kernel
-def convolve_taps(a, thread, threads):
+def convolve_with_any_taps(a, thread, threads):
     """Convolve tokens with any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``.
 
     Each thread has `taps` vectors of scratch.
@@ -94,7 +94,7 @@ def convolve_taps(a, thread, threads):
     for unit in range(first, last):
         n, c = unit // blocks, unit % blocks * LANES
         x, y = TAPPED.x(a) + n * TAPPED.x_between(a), TAPPED.y(a) + n * TAPPED.y_between(a)
-        rows = mul_int(lane_indices(c, channels), splat_int(TAPPED.w_row(a)))
+        rows = mul_int(clamped_lane_indices(c, channels), splat_int(TAPPED.w_row(a)))
         for j in range(taps):
             store(columns + 4 * LANES * j, gather_lanes(TAPPED.w(a) + 4 * j, rows))
         for t in range(tokens):
@@ -106,7 +106,7 @@ def convolve_taps(a, thread, threads):
     return 0
 
 
-def _bind_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
+def _bind_short_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add an unfused short convolution along tokens; return False if kernels cannot read the operands.
 
     Four taps have a kernel of their own.
@@ -130,24 +130,24 @@ def _bind_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         "y_row": 4 * y.strides[-2],
     }
     if taps == TAP_COUNT and w.is_dense:
-        steps.add(make_convolution_kernel(), CONVOLUTION_ARGS(**shared), reads=[x, w], writes=[y])
+        steps.add(make_four_tap_convolution_kernel(), CONVOLUTION_ARGS(**shared), reads=[x, w], writes=[y])
         return True
     nbytes = 4 * LANES * taps * steps.threads
     scratch = steps.scratch(f"taps {nbytes}", nbytes)
     words = TAPPED(**shared, w_row=4 * w.strides[0], taps=taps, scratch=scratch.address)
-    steps.add(convolve_taps, words, reads=[x, w], writes=[y])
+    steps.add(convolve_with_any_taps, words, reads=[x, w], writes=[y])
     return True
 
 
 @subroutine
-def copy_floats(x, y, n):
+def copy_float_vectors(x, y, n):
     """Copy `n` float32, a multiple of 16, from `x` to `y`."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
 
 @subroutine
-def convolve_tokens(x, step, y, pace, first, last, w, old, size):
+def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
     """Convolve tokens `first` to `last` of 16 channels with four taps, and apply SiLU.
 
     `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
@@ -167,13 +167,13 @@ def convolve_tokens(x, step, y, pace, first, last, w, old, size):
 
 
 @subroutine
-def load_row_number(ids, nbytes, i):
+def load_row_id(ids, nbytes, i):
     """Load the id of a row, entry `i` of `ids`, which has 4 or 8 bytes."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
 @subroutine
-def save_and_update_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
+def save_and_update_state_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
     """Save the three state rows of a head, then overwrite them by the rows that `ids` names.
 
     The old rows are copied to `saved_state` and `old`. Ids 0 to 2 are old state rows, larger ids are rows of `x`.
@@ -184,8 +184,8 @@ def save_and_update_rows(state, saved_state, old, ids, nbytes, x, step, channels
             store(old + 4 * j * size + c, row)
             store_streaming(saved_state + 4 * j * channels + c, row)
     for j in range(3):
-        row = load_row_number(ids, nbytes, j)
-        copy_floats(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
+        row = load_row_id(ids, nbytes, j)
+        copy_float_vectors(old + 4 * row * size if row < 3 else x + (row - 3) * step, state + 4 * j * channels, size)
 
 
 HEAD_ARGS = declare_args(
@@ -196,7 +196,7 @@ HEAD_ARGS = declare_args(
 
 
 @cache
-def make_head_convolution_kernel(norm: str) -> Kernel:
+def make_convolution_and_head_norm_kernel(norm: str) -> Kernel:
     """Make the fused kernel of a short convolution, SiLU and head norms, which also updates its saved state.
 
     The state rows are copied to `saved_state` and overwritten. Heads have `size` numbers. `state` is f32[sequences, 3,
@@ -210,7 +210,7 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
         tokens, count, size = HEAD_ARGS.tokens(a), HEAD_ARGS.heads(a), HEAD_ARGS.size(a)
         channels, step, pace, ids = count * size, HEAD_ARGS.x_row(a), HEAD_ARGS.y_row(a), HEAD_ARGS.ids(a)
         for i in range(3 * HEAD_ARGS.sequences(a)):
-            row = load_row_number(ids, HEAD_ARGS.id_bytes(a), i)
+            row = load_row_id(ids, HEAD_ARGS.id_bytes(a), i)
             if row < 0 or row >= tokens + 3:
                 return INVALID_ROW | row << 8
         eps, tile = HEAD_ARGS.eps(a), HEAD_ARGS.scratch(a) + thread * (3 * channels + TILE_TOKENS * size) * 4
@@ -226,7 +226,7 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
                         rows = ids + 3 * n * HEAD_ARGS.id_bytes(a)
                         state = HEAD_ARGS.state(a) + 12 * n * channels + at
                         saved_state = HEAD_ARGS.saved_state(a) + 12 * n * channels + at
-                        save_and_update_rows(
+                        save_and_update_state_rows(
                             state, saved_state, old, rows, HEAD_ARGS.id_bytes(a), x + at, step, channels, size
                         )
                     low, high, to = HEAD_ARGS.first(a, 0), HEAD_ARGS.first(a, 1), HEAD_ARGS.first(a, 2)
@@ -236,7 +236,7 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
                     y, between = (tile - 4 * first * size, 4 * size) if normed else (out + at, pace)
                     for c in range(0, 4 * size, 4 * LANES):
                         w = HEAD_ARGS.w(a) + 4 * (at + c)
-                        convolve_tokens(x + at + c, step, y + c, between, first, last, w, old + c, size)
+                        convolve_tokens_with_silu(x + at + c, step, y + c, between, first, last, w, old + c, size)
                     if normed:
                         many = high - low
                         z = to + 4 * size * (n * tokens * many + head - low)
@@ -250,7 +250,7 @@ def make_head_convolution_kernel(norm: str) -> Kernel:
     return Kernel(f"short_convolution.heads.{norm}", body)
 
 
-def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse the short convolution of a delta-net layer with its state, SiLU, and the norms of queries and keys."""
     chain = match_short_convolution(flow, number)
     require_supported(chain.save is not None, "the state is not saved")
@@ -287,8 +287,11 @@ def _fuse_head_convolution(flow: Dataflow, number: int) -> FusedBinding:
     ]
     require_supported(len(normed) == 2, "the normed columns are not whole heads")
     others = [flow.bound_instruction(n) for n in flow.require_readers(chain.activation) if n not in chain.norms]
-    _require_apart(join, mix, active, keep, save, norms, others, normed)
-    kernel, eps = make_head_convolution_kernel(select_norm_kind(norms[0])), norms[0].float_attribute_bits("eps")
+    _require_disjoint_results(join, mix, active, keep, save, norms, others, normed)
+    kernel, eps = (
+        make_convolution_and_head_norm_kernel(select_norm_factor_name(norms[0])),
+        norms[0].float_attribute_bits("eps"),
+    )
     sequences, tokens, channels = y.shape
 
     def bind(steps: StepTableBuilder) -> None:
@@ -336,7 +339,7 @@ def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
     return (start, stop) if walked else None
 
 
-def _require_apart(
+def _require_disjoint_results(
     join: BoundInstruction,
     mix: BoundInstruction,
     active: BoundInstruction,
@@ -365,5 +368,5 @@ def _require_apart(
     )
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"concat": (_fuse_head_convolution,)}
-BINDINGS = {"ssm_conv": _bind_convolution}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"concat": (_fuse_convolution_and_head_norms,)}
+BINDINGS = {"ssm_conv": _bind_short_convolution}

@@ -19,21 +19,21 @@ from .....graph.dtypes import DType
 from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....fusion.dataflow import Dataflow
-from ....fusion.operands import BoundInstruction, Operand, float_bits, require_supported
+from ....fusion.operands import BoundInstruction, Operand, float32_bits, require_supported
 from ...compilation.compiler import kernel
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import LANES, gather_lanes, load_int, load_ints
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..matmul import batched_matmul
-from ..vector.elementwise import FILL_ARGS, add_row_step, add_unary, can_copy, fill, store_lanes
+from ..vector.elementwise import FILL_ARGS, add_row_step, add_unary_step, can_copy, fill, store_lanes
 
 Offsets = npt.NDArray[np.int32]
 ARGS = declare_args("x images between count columns windows entries y")
 
 
 @kernel
-def copy_windows(a, thread, threads):
+def copy_sliding_windows(a, thread, threads):
     """Copy the sliding windows of images to rows: ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
 
     There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
@@ -49,7 +49,7 @@ def copy_windows(a, thread, threads):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowShape:
+class SlidingWindowShape:
     """The shape of sliding windows: entries, strides and dilations along each axis, and the padding of the image."""
 
     size: Sequence[int]
@@ -60,7 +60,7 @@ class WindowShape:
     padding_value: float
 
     @classmethod
-    def from_attributes(cls, attrs: Attrs) -> WindowShape:
+    def from_attributes(cls, attrs: Attrs) -> SlidingWindowShape:
         """Make the shape that the attributes of a `windows` op describe."""
         value = attrs["value"]
         assert isinstance(value, int | float)
@@ -79,20 +79,20 @@ class WindowShape:
         shape = (*x.shape[:2], *self.compute_padded_sizes(x.shape[2:]))
         nbytes = 4 * math.prod(shape)
         whole, inner = _make_padded_operands(steps.scratch(f"image {nbytes}", nbytes), x, self)
-        is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float_bits(self.padding_value)}), [], whole)
-        is_copied = add_unary(steps, "copy", x, inner)
+        is_filled = add_row_step(steps, (fill, FILL_ARGS, {"value": float32_bits(self.padding_value)}), [], whole)
+        is_copied = add_unary_step(steps, "copy", x, inner)
         assert (is_filled, is_copied) == (True, True), "`_can_read_windows` has checked the walk"
         return whole
 
     def compute_window_offsets(self, image: Operand) -> Offsets:
         """Compute the byte offset of each window in an image."""
         counts = self.count_windows(image.shape[2:])
-        return _compute_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
+        return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
         """Compute the byte offset of each entry in a window with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
-        return _compute_offsets((channels, *self.size), (image.strides[1], *taps))
+        return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
 
     def count_windows(self, axes: Sequence[int]) -> list[int]:
         """Count the windows along each axis of a padded image. `axes` are the sizes of these axes."""
@@ -104,7 +104,7 @@ class WindowShape:
         return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
 
 
-def _compute_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
+def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
     """Compute the byte offset of each entry of a grid in row-major order.
 
     The last entry repeats until vectors are full.
@@ -114,7 +114,7 @@ def _compute_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
     return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
 
 
-def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> tuple[Operand, Operand]:
+def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowShape) -> tuple[Operand, Operand]:
     """Make operands of scratch memory as a padded image, and of the part of the image that holds `x`."""
     shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
@@ -124,7 +124,7 @@ def _make_padded_operands(memory: Operand, x: Operand, windows: WindowShape) -> 
     return whole, inner
 
 
-def _can_read(x: Operand, windows: WindowShape) -> bool:
+def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
     """Return whether kernels can read the windows of `x`, and copy `x` if needed."""
     if not x.is_float or not x.tensor.spec.size:
         return False
@@ -135,8 +135,8 @@ def _can_read(x: Operand, windows: WindowShape) -> bool:
 
 def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step that copies sliding windows to rows; return False if kernels cannot read the windows."""
-    x, y, windows = call.operand(0), call.out, WindowShape.from_attributes(call.attrs)
-    if not (_can_read(x, windows) and y.is_float and y.is_dense):
+    x, y, windows = call.operand(0), call.out, SlidingWindowShape.from_attributes(call.attrs)
+    if not (_can_read_windows(x, windows) and y.is_float and y.is_dense):
         return False
     image = windows.make_padded_image(steps, x, y)
     starts, entries = windows.compute_window_offsets(image), windows.compute_entry_offsets(image, x.shape[1])
@@ -150,16 +150,16 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         entries=steps.constant(entries).address,
         y=y.address,
     )
-    steps.add(copy_windows, words, reads=[image], writes=[y])
+    steps.add(copy_sliding_windows, words, reads=[image], writes=[y])
     return True
 
 
-def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse a convolution: sliding windows and their matmul with a weight. The matmul may read some of the channels."""
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
-    w, x, windows = slide.out, slide.operand(0), WindowShape.from_attributes(slide.attrs)
+    w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(
-        _can_read(x, windows) and batched_matmul.has_readable_rows(product.operand(1), product.out),
+        _can_read_windows(x, windows) and batched_matmul.has_readable_float_rows(product.operand(1), product.out),
         "operands have no rows",
     )
     require_supported(
@@ -179,22 +179,23 @@ def _fuse_convolution(flow: Dataflow, number: int) -> FusedBinding:
         (before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window"
     )
     return FusedBinding(
-        (number, flow.require_sole_reader(number, "mul_mat")), partial(_add_convolution, slide=slide, product=product)
+        (number, flow.require_sole_reader(number, "mul_mat")),
+        partial(_add_image_convolution, slide=slide, product=product),
     )
 
 
-def _add_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
+def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
     """Add the matmul of a fused convolution, which reads the windows in the image.
 
     The windows are not written to memory. Each address in them becomes an address in the image.
     """
-    x, w, windows = slide.operand(0), slide.out, WindowShape.from_attributes(slide.attrs)
+    x, w, windows = slide.operand(0), slide.out, SlidingWindowShape.from_attributes(slide.attrs)
     image, table = windows.make_padded_image(steps, x, product.out), batched_matmul.compute_matrix_addresses(product)
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
     table[:, 0] = image.address + 4 * (number * image.strides[0] + within // w.shape[3] * image.strides[1])
     batched_matmul.add_batched_matmul_step(
         steps,
-        batched_matmul.make_batched_matmul_kernel("windows", DType.F32, batched_matmul.expand_windows),
+        batched_matmul.make_batched_matmul_kernel("windows", DType.F32, batched_matmul.expand_image_windows),
         product,
         table,
         [image, product.operand(1)],
@@ -206,4 +207,4 @@ def _add_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: 
 
 
 BINDINGS = {"windows": _bind_windows}
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_convolution,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"windows": (_fuse_image_convolution,)}

@@ -20,14 +20,14 @@ from ...simd.vectors import LANES, load, load_int, load_long
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
 from ..packed.format_table import FORMATS
-from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_unpack_kernel
+from ..packed.weight_packing import INVALID_ROW, UNPACK_ARGS, make_unpack_rows_kernel
 from ..vector import block_rows
 from ..vector.cache_cells import CELLS_BY_DTYPE
 from ..vector.elementwise import (
     FILL_ARGS,
     LANE_STORERS,
     add_row_step,
-    add_unary,
+    add_unary_step,
     can_copy,
     fill,
     load_lanes,
@@ -37,7 +37,7 @@ from ..vector.elementwise import (
 MOVE_ARGS = declare_args("table step rows columns ids id_bytes other pace count tables between")
 
 
-def _make_store_row(dtype: DType) -> Subroutine:
+def _make_convert_row_from_f32(dtype: DType) -> Subroutine:
     """Make the subroutine that converts a float32 row to a row of `dtype`, rounded to nearest."""
     if dtype in block_rows.BLOCK_STORERS:
         store_block = block_rows.BLOCK_STORERS[dtype]
@@ -56,7 +56,7 @@ def _make_store_row(dtype: DType) -> Subroutine:
     return subroutine(convert)
 
 
-def _make_load_row(dtype: DType) -> Subroutine:
+def _make_convert_row_to_f32(dtype: DType) -> Subroutine:
     """Make the subroutine that converts a row of `dtype` to a float32 row."""
     some = CELLS_BY_DTYPE[dtype].load_first
 
@@ -68,13 +68,13 @@ def _make_load_row(dtype: DType) -> Subroutine:
 
 
 @cache
-def make_move_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
+def make_gather_or_scatter_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     """Make the kernel that gathers rows, ``other[i] = table[ids[i]]``, or scatters them, ``table[ids[i]] = other[i]``.
 
     There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
     table, from row to row of `other`, and from table to table. An invalid id stops the run.
     """
-    copy = _make_store_row(dtype) if scatter else _make_load_row(dtype)
+    copy = _make_convert_row_from_f32(dtype) if scatter else _make_convert_row_to_f32(dtype)
 
     def body(a, thread, threads):
         table, step, rows, columns = MOVE_ARGS.table(a), MOVE_ARGS.step(a), MOVE_ARGS.rows(a), MOVE_ARGS.columns(a)
@@ -101,7 +101,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 @cache
 def make_widen_rows_kernel(dtype: DType) -> Kernel:
     """Make the kernel that copies rows of `dtype` to rows of float32. `x_row` and `y_row` are bytes."""
-    copy = _make_load_row(dtype)
+    copy = _make_convert_row_to_f32(dtype)
 
     def body(a, thread, threads):
         first, last = compute_thread_range(WIDEN.rows(a), thread, threads)
@@ -112,7 +112,7 @@ def make_widen_rows_kernel(dtype: DType) -> Kernel:
     return Kernel(f"moves.widen_rows.{dtype}", body)
 
 
-def _index_bytes(ids: Operand) -> int | None:
+def _find_id_bytes(ids: Operand) -> int | None:
     """Return the bytes of a row id, 4 or 8; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
@@ -123,8 +123,8 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     Return False if kernels cannot read the table.
     """
     table, ids, out = call.operand(0), call.operand(1), call.out
-    size = _index_bytes(ids)
-    if size is None or not out.has_even_rows:
+    size = _find_id_bytes(ids)
+    if size is None or not out.has_uniform_row_stride:
         return False
     *leading, rows, columns = table.shape
     if table.has_packed_blocks:
@@ -144,7 +144,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
             count=math.prod(ids.shape),
             scratch=scratch.address,
         )
-        _add_move_step(steps, make_unpack_kernel(form), words, [table, ids], [out, scratch], out)
+        _add_move_rows_step(steps, make_unpack_rows_kernel(form), words, [table, ids], [out, scratch], out)
         return True
     if table.dtype not in CELLS_BY_DTYPE or table.strides[-1] != 1 or len(leading) > 1 or not ids.shape[-1]:
         return False
@@ -161,7 +161,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         tables=math.prod(leading),
         between=table.dtype.bytes_of(table.strides[0]) if leading else 0,
     )
-    _add_move_step(steps, make_move_rows_kernel(False, table.dtype), words, [table, ids], [out], out)
+    _add_move_rows_step(steps, make_gather_or_scatter_rows_kernel(False, table.dtype), words, [table, ids], [out], out)
     return True
 
 
@@ -176,14 +176,16 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     If the table is not updated in place, a copy of the table comes first.
     """
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
-    size = _index_bytes(ids)
-    plain = all(o.has_even_rows and len(o.shape) == 2 for o in (into, rows, out))
+    size = _find_id_bytes(ids)
+    plain = all(o.has_uniform_row_stride and len(o.shape) == 2 for o in (into, rows, out))
     if size is None or not plain or len(ids.shape) != 1 or not rows.is_float or not _is_writable_table(out):
         return False
-    if into.address != out.address and not (out.is_float and add_unary(steps, "copy", into, out)):
+    if into.address != out.address and not (out.is_float and add_unary_step(steps, "copy", into, out)):
         return False
-    words = _make_table_args(out, rows, ids, size)
-    _add_move_step(steps, make_move_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows)
+    words = _make_move_rows_args(out, rows, ids, size)
+    _add_move_rows_step(
+        steps, make_gather_or_scatter_rows_kernel(True, out.dtype), words, [rows, ids, out], [out], rows
+    )
     return True
 
 
@@ -197,14 +199,14 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
         ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved"
     )
     require_supported(
-        all(o.has_even_rows and len(o.shape) == 2 for o in (table, rows, saved_rows)), "operands have no rows"
+        all(o.has_uniform_row_stride and len(o.shape) == 2 for o in (table, rows, saved_rows)), "operands have no rows"
     )
     require_supported(
         _is_writable_table(table) and rows.is_float and saved_rows.is_float,
         "rows are not float32, or the table has another type",
     )
     require_supported(
-        table.strides[-1] == 1 and len(ids.shape) == 1 and _index_bytes(ids) is not None,
+        table.strides[-1] == 1 and len(ids.shape) == 1 and _find_id_bytes(ids) is not None,
         "the table is strided, or ids are not a dense vector",
     )
     return FusedBinding(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
@@ -219,7 +221,7 @@ def _add_save_and_set_rows(
     threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
-    bounds, size = steps.find_column_bounds([rows]), _index_bytes(ids)
+    bounds, size = steps.find_column_bounds([rows]), _find_id_bytes(ids)
     if (
         bounds is None
         or size is None
@@ -237,18 +239,19 @@ def _add_save_and_set_rows(
 
     steps.instruction_number = numbers.save
     saves = [
-        ThreadWork(_make_table_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
+        ThreadWork(_make_move_rows_args(table, saved_rows, ids, size), [table, ids], [saved_rows])
         for table, _, saved_rows in parts
     ]
-    steps.add_by_columns(make_move_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
+    steps.add_by_columns(make_gather_or_scatter_rows_kernel(False, table.dtype), saves, saved_rows, bounds)
     steps.instruction_number = numbers.update
     changes = [
-        ThreadWork(_make_table_args(table, rows, ids, size), [rows, ids, table], [table]) for table, rows, _ in parts
+        ThreadWork(_make_move_rows_args(table, rows, ids, size), [rows, ids, table], [table])
+        for table, rows, _ in parts
     ]
-    steps.add_per_thread(make_move_rows_kernel(True, table.dtype), changes)
+    steps.add_per_thread(make_gather_or_scatter_rows_kernel(True, table.dtype), changes)
 
 
-def _make_table_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
+def _make_move_rows_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
     """Make the arguments of the kernel that moves rows, for one table. Table and `other` have two axes."""
     rows, columns = table.shape
     return MOVE_ARGS(
@@ -266,7 +269,7 @@ def _make_table_args(table: Operand, other: Operand, ids: Operand, size: int) ->
     )
 
 
-def _add_move_step(
+def _add_move_rows_step(
     steps: StepTableBuilder,
     kernel: Kernel,
     words: Sequence[int],
@@ -287,11 +290,11 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.slice_axis(axis, 0, a.shape[axis]), out.slice_axis(axis, a.shape[axis], b.shape[axis]))
     pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
-    if not all(can_copy(*pair) or _can_widen(*pair) for pair in pairs):
+    if not all(can_copy(*pair) or _can_widen_rows(*pair) for pair in pairs):
         return False
     for source, target in pairs:
         if can_copy(source, target):
-            add_unary(steps, "copy", source, target)
+            add_unary_step(steps, "copy", source, target)
         else:
             words = WIDEN(
                 rows=math.prod(source.shape[:-1]),
@@ -305,10 +308,10 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _can_widen(source: Operand, target: Operand) -> bool:
+def _can_widen_rows(source: Operand, target: Operand) -> bool:
     """Return whether `make_widen_rows_kernel` can copy `source`: 16-bit rows to rows of float32."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
-    return halves and source.has_even_rows and target.is_float and target.has_even_rows
+    return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
 
 def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -327,7 +330,7 @@ def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return add_row_step(steps, (fill, FILL_ARGS, zeros), [], out)
     if not can_copy(x, inner) or not add_row_step(steps, (fill, FILL_ARGS, zeros), [], out):
         return False
-    return add_unary(steps, "copy", x, inner)
+    return add_unary_step(steps, "copy", x, inner)
 
 
 BINDINGS = {"pad": _bind_pad, "get_rows": _bind_get_rows, "set_rows": _bind_set_rows, "concat": _bind_concat}

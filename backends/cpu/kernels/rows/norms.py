@@ -15,8 +15,8 @@ from ...simd.vectors import LANES, add, fma, lane_sum, mask_with_zeros, mul, spl
 from ...steps.column_split import find_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, InstructionBinder, StepTableBuilder, ThreadWork
-from ..matmul.packed_matmul import find_result_consumers, make_thread_copies
-from ..packed.activation_quantisation import QuantisedTarget, quantise_row
+from ..matmul.packed_matmul import find_result_consumers, make_result_copy_per_thread
+from ..packed.activation_quantisation import QuantisedTarget, quantise_row_to_targets
 from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
     load_lanes,
@@ -52,25 +52,29 @@ def compute_rms_factor(square_sum, n, eps):
 
 
 @subroutine
-def compute_l2_factor(square_sum, n, eps):
+def compute_l2_factor_with_limit(square_sum, n, eps):
     """Return the factor of L2 norm with a lower limit: ``1 / max(sqrt(square_sum), eps)``, the definition of ggml."""
     return FLOAT_ONE / max(sqrt_scalar(square_sum), eps)
 
 
 @subroutine
-def compute_l2_factor_added(square_sum, n, eps):
+def compute_l2_factor_with_added_eps(square_sum, n, eps):
     """Return the factor of L2 norm with added eps: ``1 / sqrt(square_sum + eps)``."""
     return FLOAT_ONE / sqrt_scalar(square_sum + eps)
 
 
-NORM_FACTORS = {"rms_norm": compute_rms_factor, "l2_norm": compute_l2_factor, "l2_norm_added": compute_l2_factor_added}
+NORM_FACTORS = {
+    "rms_norm": compute_rms_factor,
+    "l2_norm": compute_l2_factor_with_limit,
+    "l2_norm_added": compute_l2_factor_with_added_eps,
+}
 
 
 NORM_ARGS = make_row_args("x y", "eps:f32")
 
 
 @cache
-def make_norm_kernel(name: str) -> Kernel:
+def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
     """Make the kernel of RMS norm or L2 norm: multiply each row by a factor of its sum of squares (`NORM_FACTORS`)."""
     factor = NORM_FACTORS[name]
 
@@ -88,7 +92,7 @@ def make_norm_kernel(name: str) -> Kernel:
 
 
 @kernel
-def centred_norm(a, thread, threads):
+def unweighted_layer_norm(a, thread, threads):
     """Compute the layer norm of each row without weights: ``(x - mean) / deviation``."""
     n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
@@ -111,7 +115,7 @@ def centred_norm(a, thread, threads):
 
 SCALED_NORM_ARGS = make_row_args("x w y", "eps:f32 between rounding[*]")
 """`between`: bytes from thread to thread of the result; `rounding`: `QuantisedTarget.rounding_words`."""
-ROUNDING_WORD = SCALED_NORM_ARGS.first_word("rounding")
+ROUNDING_WORD = SCALED_NORM_ARGS.first_word_index("rounding")
 
 
 @kernel
@@ -125,11 +129,11 @@ def scaled_rms_norm(a, thread, threads):
         f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
-        quantise_row(a, ROUNDING_WORD, i, y, n)
+        quantise_row_to_targets(a, ROUNDING_WORD, i, y, n)
     return 0
 
 
-def select_norm_kind(call: BoundInstruction) -> str:
+def select_norm_factor_name(call: BoundInstruction) -> str:
     """Return the key of `NORM_FACTORS` for the op of an RMS norm or L2 norm."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
@@ -143,14 +147,16 @@ def _make_norm_binding(name: str) -> InstructionBinder:
         if walked is None:
             return False
         walk, x = walked
-        kernel = centred_norm if call.op == "norm" else make_norm_kernel(select_norm_kind(call))
+        kernel = (
+            unweighted_layer_norm if call.op == "norm" else make_rms_or_l2_norm_kernel(select_norm_factor_name(call))
+        )
         steps.add(kernel, NORM_ARGS(walk=walk, eps=call.float_attribute_bits("eps")), reads=[x], writes=[y])
         return True
 
     return bind
 
 
-def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
+def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
     """Fuse an RMS norm and the multiplication with its weights (factors)."""
     chain = match_scaled_norm(flow, number)
     norm, product = map(flow.bound_instruction, chain)
@@ -158,14 +164,14 @@ def _fuse_scaled_norm(flow: Dataflow, number: int) -> FusedBinding:
     require_supported(
         norm.out.shape == y.shape and x.is_float and factors.is_float, "rows are not multiplied by float32 factors"
     )
-    whole = _make_thread_work(norm, x, factors, y)
+    whole = _make_scaled_rms_norm_work(norm, x, factors, y)
     require_supported(whole is not None, "operands have no rows")
     assert whole is not None
     require_no_alias(y, [factors], [x])
-    return FusedBinding(chain, partial(_add_scaled_norm, norm=norm, product=product, whole=whole))
+    return FusedBinding(chain, partial(_add_scaled_rms_norm, norm=norm, product=product, whole=whole))
 
 
-def _add_scaled_norm(
+def _add_scaled_rms_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, whole: ThreadWork
 ) -> None:
     """Add the step of a scaled RMS norm. Packed matmuls read its result quantised.
@@ -175,18 +181,18 @@ def _add_scaled_norm(
     x, factors, y = norm.operand(0), product.operand(1), product.out
     if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
         slices = zip(*(column_split.slice_by_thread(o) for o in (x, factors, y)), strict=True)
-        shares = [None if None in each else _make_thread_work(norm, *each) for each in slices]
+        shares = [None if None in each else _make_scaled_rms_norm_work(norm, *each) for each in slices]
         steps.add_by_columns(scaled_rms_norm, shares, y, column_split.column_bounds)
-    elif _add_quantised_norm(steps, norm, product, factors):
+    elif _add_quantised_scaled_rms_norm(steps, norm, product, factors):
         pass
-    elif (own := make_thread_copies(steps, product)) is not None:
-        steps.add_per_thread(scaled_rms_norm, [_make_thread_work(norm, x, factors, to) for to in own])
-        steps.set_per_thread_value(own, y)
+    elif (own := make_result_copy_per_thread(steps, product)) is not None:
+        steps.add_per_thread(scaled_rms_norm, [_make_scaled_rms_norm_work(norm, x, factors, to) for to in own])
+        steps.register_per_thread_values(own, y)
     else:
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes)
 
 
-def _add_quantised_norm(
+def _add_quantised_scaled_rms_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
 ) -> bool:
     """Add a scaled RMS norm that also quantises its result; return False if this does not apply.
@@ -198,25 +204,28 @@ def _add_quantised_norm(
     shares_columns = steps.threads > 1 and consumers.is_shared_by_threads and consumers.rows == 1 and not each
     if not consumers.quantised_tensors or shares_columns:
         return False
-    own = make_thread_copies(steps, product) if each and consumers.needs_floats else None
+    own = make_result_copy_per_thread(steps, product) if each and consumers.needs_floats else None
     if each and consumers.needs_floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
         return False  # a thread would overwrite operands of other threads
-    records, passing = consumers.make_records(steps, shared=not each), consumers.make_scratch_rows(steps)
+    records, passing = (
+        consumers.make_quantised_row_operands(steps, shared=not each),
+        consumers.make_scratch_row_per_thread(steps),
+    )
     alone: Sequence[Operand | None] = [y if consumers.needs_floats else None, *[None] * (steps.threads - 1)]
-    targets = [consumers.make_target(*operands) for operands in zip(own or alone, passing, records, strict=True)]
-    shares = [_make_thread_work(norm, x, factors, to.float_rows, to) for to in targets]
+    targets = [consumers.make_thread_target(*operands) for operands in zip(own or alone, passing, records, strict=True)]
+    shares = [_make_scaled_rms_norm_work(norm, x, factors, to.float_rows, to) for to in targets]
     if each:
         steps.add_per_thread(scaled_rms_norm, shares)
     elif (whole := shares[0]) is not None:
         moved = x.tensor.spec.nbytes + y.tensor.spec.nbytes
         steps.add(scaled_rms_norm, whole.words, reads=whole.reads, writes=whole.writes, nbytes=moved)
     if own is not None:
-        steps.set_per_thread_value(own, y)
-    consumers.remember_records(steps, records)
+        steps.register_per_thread_values(own, y)
+    consumers.register_quantised_rows(steps, records)
     return True
 
 
-def _make_thread_work(
+def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
     """Make the thread work of `scaled_rms_norm`; None if the operands have no walk."""
@@ -229,5 +238,5 @@ def _make_thread_work(
     return ThreadWork(words, [x, factors], to.writes)
 
 
-FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_norm,)}
+FUSED: Mapping[str, tuple[FusionMatcher, ...]] = {"rms_norm": (_fuse_scaled_rms_norm,)}
 BINDINGS = {name: _make_norm_binding(name) for name in ("rms_norm", "l2_norm", "norm")}

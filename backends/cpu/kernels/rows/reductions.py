@@ -16,6 +16,7 @@ from ...simd.vectors import (
     LANES,
     Intrinsic,
     add,
+    greater_or_nan_bitmask,
     lane_0,
     lane_max,
     lane_max_without_nan,
@@ -30,7 +31,6 @@ from ...simd.vectors import (
     mask_with_negative_infinity,
     maximum,
     mul,
-    not_less_or_equal_bits,
     smaller,
     splat,
     splat_from,
@@ -50,7 +50,7 @@ MIN_FINITE = np.finfo(np.float32).min
 
 
 @subroutine
-def load_lanes_or(p, c, n, otherwise):
+def load_lanes_or_fill(p, c, n, otherwise):
     """Load 16 elements of a row from column `c` on, with `otherwise` in the lanes past the end of the row."""
     if n - c >= LANES:
         return load(p + 4 * c)
@@ -61,7 +61,7 @@ SUM_ARGS = make_row_args("x y")
 
 
 @cache
-def make_sum_kernel(mean: bool) -> Kernel:
+def make_row_sum_kernel(mean: bool) -> Kernel:
     """Make the kernel that computes the sum, or the mean, of each row."""
 
     def body(a, thread, threads):
@@ -89,7 +89,7 @@ FOLD_OPERATIONS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxy
 
 
 @cache
-def make_reduction_kernel(kind: str) -> Kernel:
+def make_row_reduction_kernel(kind: str) -> Kernel:
     """Make the kernel that reduces each row to one number: its sum, product, maximum or minimum."""
     join, across, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
@@ -100,7 +100,7 @@ def make_reduction_kernel(kind: str) -> Kernel:
         for i in range(lo, hi):
             x, acc = SUM_ARGS.x(a, i), splat(neutral)
             for c in range(0, n, LANES):
-                acc = join(acc, load_lanes_or(x, c, n, neutral))
+                acc = join(acc, load_lanes_or_fill(x, c, n, neutral))
             store_scalar(SUM_ARGS.y(a, i), across(acc))
         return 0
 
@@ -108,7 +108,7 @@ def make_reduction_kernel(kind: str) -> Kernel:
 
 
 @cache
-def make_accumulation_kernel(kind: str) -> Kernel:
+def make_row_accumulation_kernel(kind: str) -> Kernel:
     """Make the kernel of running reductions of each row (cumulative sum): ``y[c] = x[0] op ... op x[c]``."""
     join, _, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
@@ -140,11 +140,14 @@ def softmax(a, thread, threads):
         tops, weights = splat(MINUS_INFINITY), zeros()
         for c in range(0, n, LANES):
             tops = maximum(
-                tops, mul(load_lanes_or(x, c, n, FLOAT_ZERO), factor) if n - c >= LANES else load_tail(x, c, n, factor)
+                tops,
+                mul(load_lanes_or_fill(x, c, n, FLOAT_ZERO), factor)
+                if n - c >= LANES
+                else load_scaled_row_tail(x, c, n, factor),
             )
         top = splat(max(lane_max_without_nan(tops), MIN_FINITE))
         for c in range(0, n, LANES):
-            scores = mul(load_lanes(x, c, n, 4), factor) if n - c >= LANES else load_tail(x, c, n, factor)
+            scores = mul(load_lanes(x, c, n, 4), factor) if n - c >= LANES else load_scaled_row_tail(x, c, n, factor)
             e = exp(sub(scores, top))
             weights = add(weights, e)
             store_lanes(y, c, n, e)
@@ -156,14 +159,14 @@ def softmax(a, thread, threads):
 
 
 @subroutine
-def load_tail(x, c, n, factor):
+def load_scaled_row_tail(x, c, n, factor):
     """Load the last elements of a row, fewer than 16, times `factor`; -inf in the lanes past the end of the row."""
     scaled = mul(load_first_lanes_or(x + 4 * c, n - c, zeros()), factor)
     return mask_with_negative_infinity(scaled, n - c)
 
 
 @subroutine
-def is_before(value, other):
+def is_before_in_descending_order(value, other):
     """Return whether `value` comes before `other` in descending order, in which NaN is last."""
     return value > other or (other != other and value == value)
 
@@ -187,7 +190,7 @@ def top_k(a, thread, threads):
         for first in range(0, n, LANES):
             if (
                 count == k
-                and not_less_or_equal_bits(
+                and greater_or_nan_bitmask(
                     load_lanes(row, first, n, 4), splat_from(row + 4 * load_int(out + 4 * k - 4))
                 )
                 == 0
@@ -196,7 +199,9 @@ def top_k(a, thread, threads):
             for c in range(first, min(n, first + LANES)):
                 value = load_scalar(row + 4 * c)
                 at = count
-                while at > 0 and is_before(value, load_scalar(row + 4 * load_int(out + 4 * (at - 1)))):
+                while at > 0 and is_before_in_descending_order(
+                    value, load_scalar(row + 4 * load_int(out + 4 * (at - 1)))
+                ):
                     at -= 1
                 if at < k:
                     count = min(count + 1, k)
@@ -234,7 +239,11 @@ def _make_reduction_binding(name: str) -> InstructionBinder:
         if walked is None:
             return False
         walk, x = walked
-        kernel = make_reduction_kernel(str(call.attrs["kind"])) if name == "reduce" else make_sum_kernel(name == "mean")
+        kernel = (
+            make_row_reduction_kernel(str(call.attrs["kind"]))
+            if name == "reduce"
+            else make_row_sum_kernel(name == "mean")
+        )
         steps.add(kernel, SUM_ARGS(walk=walk), reads=[x], writes=[y])
         return True
 
@@ -247,7 +256,9 @@ def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if walked is None:
         return False
     walk, x = walked
-    steps.add(make_accumulation_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y])
+    steps.add(
+        make_row_accumulation_kernel(str(call.attrs.get("kind", "sum"))), SUM_ARGS(walk=walk), reads=[x], writes=[y]
+    )
     return True
 
 
@@ -264,7 +275,7 @@ def _bind_softmax(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 def _bind_top_k(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
-    if not x.is_float or not x.has_even_rows or not y.is_dense or y.dtype is not DType.I32:
+    if not x.is_float or not x.has_uniform_row_stride or not y.is_dense or y.dtype is not DType.I32:
         return False
     k = y.shape[-1]
     rows = int(np.prod(x.shape[:-1]))

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .....graph.dtypes import DType
-from .....ops.matrix.rope import compute_frequencies, position_planes
+from .....ops.matrix.rope import compute_rope_frequencies, map_pairs_to_positions_and_frequencies
 from ....fusion.dataflow import Dataflow, require_no_alias
-from ....fusion.operands import BoundInstruction, Operand, float_bits, require_supported
+from ....fusion.operands import BoundInstruction, Operand, float32_bits, require_supported
 from ....fusion.patterns import match_normed_rope
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import declare_args
@@ -26,7 +26,14 @@ from ...simd.vectors import LANES, add, load_double, load_int, load_long, load_s
 from ...steps.column_split import find_column_split
 from ...steps.partition import compute_thread_range as share_of
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder, ThreadWork
-from ..vector.elementwise import ELEMENT_STRIDE_WORDS, add_unary, load_lanes, make_row_args, make_row_walk, store_lanes
+from ..vector.elementwise import (
+    ELEMENT_STRIDE_WORDS,
+    add_unary_step,
+    load_lanes,
+    make_row_args,
+    make_row_walk,
+    store_lanes,
+)
 from .norms import compute_rms_factor, sum_of_squares
 
 ANGLE_ARGS = declare_args(
@@ -35,7 +42,7 @@ ANGLE_ARGS = declare_args(
 
 
 @kernel
-def compute_angle_tables(a, thread, threads):
+def compute_cos_and_sin_tables(a, thread, threads):
     """Compute the tables of cosines and sines [count, pairs] of int32 `positions`.
 
     Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from position to
@@ -62,7 +69,7 @@ def compute_angle_tables(a, thread, threads):
 
 
 @cache
-def make_rotate_row(neighbours: bool) -> Subroutine:
+def make_rotate_row_pairs(neighbours: bool) -> Subroutine:
     """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
 
     ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. The subroutine is
@@ -90,7 +97,7 @@ def make_rotate_row(neighbours: bool) -> Subroutine:
 
 
 @subroutine
-def copy_row(x, y, n):
+def copy_float_row(x, y, n):
     """Copy `n` float32 of a row from `x` to `y`."""
     for c in range(0, n, LANES):
         store_lanes(y, c, n, load_lanes(x, c, n, 4))
@@ -100,12 +107,12 @@ ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_positio
 
 
 @cache
-def make_rotate_kernel(neighbours: bool) -> Kernel:
+def make_rope_kernel(neighbours: bool) -> Kernel:
     """Make the RoPE kernel, which rotates the pairs of each row from element `offset` on.
 
     A head may be split into `rows_per_head` rows; `first` is the number of the first row.
     """
-    rotate_row = make_rotate_row(neighbours)
+    rotate_row = make_rotate_row_pairs(neighbours)
 
     def body(a, thread, threads):
         n, cosines, sines = ROTATION_ARGS.columns(a), ROTATION_ARGS.cosines(a), ROTATION_ARGS.sines(a)
@@ -118,8 +125,8 @@ def make_rotate_kernel(neighbours: bool) -> Kernel:
             at = 4 * pairs * ((first + i) // rows * rows_per_head + (first + i) % rows_per_head)
             if x != y:
                 past = offset + 2 * pairs
-                copy_row(x, y, offset)
-                copy_row(x + 4 * past, y + 4 * past, n - past)
+                copy_float_row(x, y, offset)
+                copy_float_row(x + 4 * past, y + 4 * past, n - past)
             rotate_row(x, y, offset, pairs, cosines + at, sines + at)
         return 0
 
@@ -130,12 +137,12 @@ SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offse
 
 
 @cache
-def make_norm_and_rotate_kernel(neighbours: bool) -> Kernel:
+def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
     """Make the fused kernel of RMS norm and RoPE: ``y = rotate(rms_norm(x) * w)``, from element `offset` on.
 
     `first` is the number of the first row.
     """
-    rotate_row = make_rotate_row(neighbours)
+    rotate_row = make_rotate_row_pairs(neighbours)
 
     def body(a, thread, threads):
         n, step, eps = SCALED_ROTATION_ARGS.columns(a), SCALED_ROTATION_ARGS.w_step(a), SCALED_ROTATION_ARGS.eps(a)
@@ -180,7 +187,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not x.is_float or _make_rotation_walk(x, y) is None:
         return False
     if not _int_attribute(call, "n_dims"):
-        return add_unary(steps, "copy", x, y)
+        return add_unary_step(steps, "copy", x, y)
     if not is_rope_supported(call):
         return False
     turning = make_rotation_plan(steps, call)
@@ -189,7 +196,9 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         size = math.gcd(size, *(steps.find_column_bounds([x]) or ()))  # each cut keeps pairs of neighbours
     rows_per_head = y.shape[-1] // size
     column_split = (
-        find_column_split(steps, [_split_rows(x, rows_per_head)], _split_rows(y, rows_per_head), whole_rows=True)
+        find_column_split(
+            steps, [_split_head_rows(x, rows_per_head)], _split_head_rows(y, rows_per_head), whole_rows=True
+        )
         if size % 2 == 0
         else None
     )
@@ -211,16 +220,16 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
     if column_split is None:
         whole = make_thread_work(x, y, 1, 0)
-        steps.add(make_rotate_kernel(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
+        steps.add(make_rope_kernel(neighbours), whole.words, reads=whole.reads, writes=whole.writes)
     else:
         mine = zip(
-            column_split.slice_by_thread(_split_rows(x, rows_per_head)),
-            column_split.slice_by_thread(_split_rows(y, rows_per_head)),
+            column_split.slice_by_thread(_split_head_rows(x, rows_per_head)),
+            column_split.slice_by_thread(_split_head_rows(y, rows_per_head)),
             column_split.axis_bounds,
             strict=False,
         )
         shares = [make_thread_work(x, y, rows_per_head, first) if x and y else None for x, y, first in mine]
-        steps.add_by_columns(make_rotate_kernel(neighbours), shares, y, column_split.column_bounds)
+        steps.add_by_columns(make_rope_kernel(neighbours), shares, y, column_split.column_bounds)
     return True
 
 
@@ -230,7 +239,7 @@ def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
 
-def _split_rows(x: Operand, rows_per_head: int) -> Operand:
+def _split_head_rows(x: Operand, rows_per_head: int) -> Operand:
     """Split each row (head) of a dense operand into `rows_per_head` rows."""
     if rows_per_head == 1:
         return x
@@ -262,13 +271,15 @@ def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> Rotat
     pairs = 2 * half if mode == "vision" else half
     kind = tuple((k, v) for k, v in call.attrs.items() if k not in ("mode" if not multi else "", "offset"))
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
-    angle_tables = steps.find_derived(key)
+    angle_tables = steps.find_derived_operands(key)
     if angle_tables is None:
         plane, index = (
-            position_planes(pairs, _sections_attribute(call), mode) if multi else (np.zeros(pairs, np.int64), None)
+            map_pairs_to_positions_and_frequencies(pairs, _sections_attribute(call), mode)
+            if multi
+            else (np.zeros(pairs, np.int64), None)
         )
-        angle_tables = _add_angle_step(steps, call, compute_frequencies(half, call.attrs, index), plane)
-        steps.register_derived(key, angle_tables, [pos] if factors is None else [pos, factors])
+        angle_tables = _add_cos_and_sin_step(steps, call, compute_rope_frequencies(half, call.attrs, index), plane)
+        steps.register_derived_operands(key, angle_tables, [pos] if factors is None else [pos, factors])
     return RotationPlan(mode == "normal", pairs, _int_attribute(call, "offset"), angle_tables[0], angle_tables[1])
 
 
@@ -276,7 +287,7 @@ def _sections_attribute(call: BoundInstruction) -> tuple[int, ...]:
     return cast("tuple[int, ...]", call.attrs["sections"])
 
 
-def _add_angle_step(
+def _add_cos_and_sin_step(
     steps: StepTableBuilder,
     call: BoundInstruction,
     frequencies: tuple[npt.NDArray[Any], float],
@@ -299,12 +310,12 @@ def _add_angle_step(
         frequency=speeds.address,
         divisors=0 if factors is None else factors.address,
         pairs=len(plane),
-        magnitude=float_bits(magnitude),
+        magnitude=float32_bits(magnitude),
         cosines=cosines.address,
         sines=sines.address,
     )
     reads = [pos] if factors is None else [pos, factors]
-    steps.add(compute_angle_tables, words, reads=reads, writes=[cosines, sines])
+    steps.add(compute_cos_and_sin_tables, words, reads=reads, writes=[cosines, sines])
     return cosines, sines
 
 
@@ -343,7 +354,7 @@ def _add_norm_and_rotation(
         )
         return ThreadWork(words, [x, factors, turning.cosines, turning.sines], [y])
 
-    kernel = make_norm_and_rotate_kernel(turning.uses_neighbours)
+    kernel = make_norm_and_rope_kernel(turning.uses_neighbours)
     if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
         slices = zip(
             *(column_split.slice_by_thread(o) for o in (x, factors, y)), column_split.axis_bounds, strict=False

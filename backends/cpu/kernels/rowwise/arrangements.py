@@ -12,7 +12,7 @@ from ....base import contiguous_strides
 from ....fusion.operands import BoundInstruction, Operand
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
-from ...simd.half_memory import round_to_bf16, round_to_half
+from ...simd.half_memory import round_to_bf16, round_to_f16
 from ...simd.vectors import (
     LANES,
     add,
@@ -26,29 +26,29 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
-from ..vector.elementwise import UNARY_ARGS, add_row_step, add_unary, load_lanes, make_unary_kernel, store_lanes
+from ..vector.elementwise import UNARY_ARGS, add_row_step, add_unary_step, load_lanes, make_unary_kernel, store_lanes
 
 BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed y y_row")
 """`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""
 
 
 @subroutine
-def int_to_float(x):
+def int32_bits_to_float(x):
     """Convert int32 lanes to float32; the int32 bits are in float32 lanes."""
     return to_float(float_to_bits(x))
 
 
 @subroutine
-def float_to_int(x):
+def float_to_int32_bits(x):
     """Convert float32 lanes to int32 by truncation; the int32 bits are in float32 lanes."""
     return bits_to_float(truncate_to_int(x))
 
 
 CASTS = {
-    (DType.F32, DType.F16): subroutine(lambda x: round_to_half(x)),
+    (DType.F32, DType.F16): subroutine(lambda x: round_to_f16(x)),
     (DType.F32, DType.BF16): subroutine(lambda x: round_to_bf16(x)),
-    (DType.I32, DType.F32): int_to_float,
-    (DType.F32, DType.I32): float_to_int,
+    (DType.I32, DType.F32): int32_bits_to_float,
+    (DType.F32, DType.I32): float_to_int32_bits,
 }
 """The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; floats are stored as f32."""
 
@@ -78,7 +78,7 @@ def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 
-def _as_words(operand: Operand) -> Operand:
+def _as_float_elements(operand: Operand) -> Operand:
     """Return an operand with 32-bit elements as if they were float32, so that kernels over rows can copy them."""
     return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
 
@@ -106,7 +106,7 @@ def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         from_strides.append(0 if n == 1 else step)
         to_strides.append(to)
     source = _with_axes(x, tuple(shape), tuple(from_strides))
-    return add_unary(steps, "copy", source, _with_axes(y, tuple(shape), tuple(to_strides)))
+    return add_unary_step(steps, "copy", source, _with_axes(y, tuple(shape), tuple(to_strides)))
 
 
 def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -114,11 +114,11 @@ def _bind_cast(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not isinstance(target, DType) or y.dtype is not (DType.I32 if target is DType.I32 else DType.F32):
         return False
     if x.is_float and target is DType.F32:
-        return add_unary(steps, "copy", x, y)
+        return add_unary_step(steps, "copy", x, y)
     if (x.dtype, target) not in CASTS:
         return False
     cast_kernel = make_unary_kernel(f"{x.dtype}_to_{target}", CASTS[x.dtype, target])
-    return add_row_step(steps, (cast_kernel, UNARY_ARGS, {}), [_as_words(x)], _as_words(y))
+    return add_row_step(steps, (cast_kernel, UNARY_ARGS, {}), [_as_float_elements(x)], _as_float_elements(y))
 
 
 def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -128,13 +128,13 @@ def _bind_arange(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     numbers = (start + step * np.arange(y.shape[0])).astype(np.float32)
     memory = steps.constant(numbers)
     tensor = replace(memory.tensor, shape=y.shape, strides=contiguous_strides(y.shape), dtype=DType.F32)
-    return add_unary(steps, "copy", Operand(memory.address, tensor), y)
+    return add_unary_step(steps, "copy", Operand(memory.address, tensor), y)
 
 
 def _bind_add_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, bias, ids, y = (*(call.operand(i) for i in range(3)), call.out)
     id_bytes = {DType.I32: 4, DType.I64: 8}.get(ids.dtype)
-    floats = all(o.is_float and o.has_even_rows for o in (x, bias, y)) and bias.is_dense
+    floats = all(o.is_float and o.has_uniform_row_stride for o in (x, bias, y)) and bias.is_dense
     if id_bytes is None or not ids.is_dense or not floats:
         return False
     experts = bias.shape[0]

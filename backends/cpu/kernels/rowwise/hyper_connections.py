@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ....fusion.operands import BoundInstruction, Operand, float32_bits
 from ...compilation.compiler import Kernel, kernel
 from ...compilation.kernel_args import declare_args
 from ...simd.vectors import (
@@ -44,7 +44,7 @@ COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:
 
 
 @cache
-def make_combine_streams_kernel(gated: bool) -> Kernel:
+def make_combine_residual_streams_kernel(gated: bool) -> Kernel:
     """Make the kernel that combines residual streams to one: ``y = scale sum_h x[h] weights[h]``.
 
     `gated` weights are logits of sigmoids per element.
@@ -71,7 +71,7 @@ def make_combine_streams_kernel(gated: bool) -> Kernel:
 
 
 @cache
-def make_update_streams_kernel(mixes: bool) -> Kernel:
+def make_update_residual_streams_kernel(mixes: bool) -> Kernel:
     """Make the kernel that updates residual streams: ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``.
 
     Without `mixes`, comb is the identity. `y` may lie where `residual` does: 16 columns of all streams are copied to
@@ -106,7 +106,7 @@ def make_update_streams_kernel(mixes: bool) -> Kernel:
 
 
 @kernel
-def compute_mixing_matrices(a, thread, threads):
+def compute_stream_mixing_matrices(a, thread, threads):
     """Compute the mixing matrices of at most 16 residual streams: a softmax of each row, then Sinkhorn iterations.
 
     An iteration divides by the sums of rows, then by the sums of columns. The first one divides by the sums of columns.
@@ -137,7 +137,7 @@ def compute_mixing_matrices(a, thread, threads):
 
 
 def _have_rows(*operands: Operand) -> bool:
-    return all(o.is_float and o.has_even_rows for o in operands)
+    return all(o.is_float and o.has_uniform_row_stride for o in operands)
 
 
 def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -154,9 +154,9 @@ def _bind_pre(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         weights_row=weights.row_stride_bytes,
         y=y.address,
         y_row=y.row_stride_bytes,
-        scale=float_bits(float_attribute(call.attrs, "scale")),
+        scale=float32_bits(float_attribute(call.attrs, "scale")),
     )
-    steps.add(make_combine_streams_kernel(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
+    steps.add(make_combine_residual_streams_kernel(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
     return True
 
 
@@ -183,7 +183,7 @@ def _bind_post(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y_row=y.row_stride_bytes,
         scratch=scratch.address,
     )
-    steps.add(make_update_streams_kernel(comb is not None), block, reads=operands, writes=[y])
+    steps.add(make_update_residual_streams_kernel(comb is not None), block, reads=operands, writes=[y])
     return True
 
 
@@ -204,7 +204,7 @@ def _bind_comb(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         y=y.address,
         eps=call.float_attribute_bits("eps"),
     )
-    steps.add(compute_mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
+    steps.add(compute_stream_mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
     return True
 
 

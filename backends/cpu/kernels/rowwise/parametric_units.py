@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .....ops.declaration.attributes import float_attribute
-from ....fusion.operands import BoundInstruction, float_bits
+from ....fusion.operands import BoundInstruction, float32_bits
 from ...compilation.compiler import kernel, subroutine
 from ...simd.vectors import LANES, add, clamp_max, clamp_min, div, fma, mul, splat, sub, where_less, zeros
 from ...steps.partition import compute_thread_range
@@ -33,7 +33,7 @@ def xielu(a, thread, threads):
 
 
 @subroutine
-def limited_unit(gate, up, alpha, limit, offset):
+def limited_swiglu(gate, up, alpha, limit, offset):
     """Return the SwiGLU of a limited gate and a limited up value.
 
     It is ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` with ``g = min(gate, limit)``.
@@ -44,7 +44,7 @@ def limited_unit(gate, up, alpha, limit, offset):
 
 
 @kernel
-def gate_with_limit(a, thread, threads):
+def apply_limited_swiglu(a, thread, threads):
     """Compute `limited_swiglu` of each element of the gate and up rows. An offset of -0 keeps the sign of a zero."""
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
@@ -52,7 +52,9 @@ def gate_with_limit(a, thread, threads):
     for i in range(first, last):
         gate, up, y = LIMITED.gate(a, i), LIMITED.up(a, i), LIMITED.y(a, i)
         for c in range(0, n, LANES):
-            unit = limited_unit(load_lanes(gate, c, n, gate_step), load_lanes(up, c, n, up_step), alpha, limit, offset)
+            unit = limited_swiglu(
+                load_lanes(gate, c, n, gate_step), load_lanes(up, c, n, up_step), alpha, limit, offset
+            )
             store_lanes(y, c, n, unit)
     return 0
 
@@ -62,14 +64,14 @@ def _bind_xielu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     negative = beta + float(np.logaddexp(0.0, float_attribute(call.attrs, "alpha_n")))
     positive = float(np.logaddexp(0.0, float_attribute(call.attrs, "alpha_p")))
     numbers = {"positive": positive, "negative": negative, "beta": beta, "eps": float_attribute(call.attrs, "eps")}
-    bits = {name: float_bits(value) for name, value in numbers.items()}
+    bits = {name: float32_bits(value) for name, value in numbers.items()}
     return add_row_step(steps, (xielu, XIELU, bits), [call.operand(0)], call.out)
 
 
 def _bind_limited(steps: StepTableBuilder, call: BoundInstruction, alpha: float, offset: float) -> bool:
     numbers = {"alpha": alpha, "limit": float_attribute(call.attrs, "limit"), "offset": offset}
-    bits = {name: float_bits(value) for name, value in numbers.items()}
-    return add_row_step(steps, (gate_with_limit, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
+    bits = {name: float32_bits(value) for name, value in numbers.items()}
+    return add_row_step(steps, (apply_limited_swiglu, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
 
 
 def _bind_swiglu_oai(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -1,4 +1,4 @@
-"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_tile_support`).
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`find_amx_support`).
 
 The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
 processor replaces by zero.
@@ -21,7 +21,7 @@ TileOperation = Subroutine | Intrinsic
 
 
 @dataclass(frozen=True, slots=True)
-class TileOperations:
+class AmxTileOperations:
     """Operations on AMX tile registers, of the processor or emulated.
 
     The first argument of each operation is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
@@ -46,17 +46,22 @@ class TileOperations:
 
 
 @cache
-def select_tile_operations() -> TileOperations:
+def select_amx_tile_operations() -> AmxTileOperations:
     """Select the AMX tile operations of this processor, or the emulated ones if it has none."""
     every = range(REGISTER_COUNT)
-    if target_cpu.find_tile_support() == target_cpu.AMX:
-        clears, loads = tuple(map(amx.clear_tile, every)), tuple(map(amx.load_tile, every))
-        passing, stores = tuple(map(amx.load_tile_streaming, every)), tuple(map(amx.store_tile, every))
-        return TileOperations(
-            amx.configure_tiles, amx.release_tiles, clears, loads, passing, stores, amx.add_tile_products
+    if target_cpu.find_amx_support() == target_cpu.AMX:
+        clears, loads = tuple(map(amx.make_tile_clear, every)), tuple(map(amx.make_tile_load, every))
+        passing, stores = tuple(map(amx.make_streaming_tile_load, every)), tuple(map(amx.make_tile_store, every))
+        return AmxTileOperations(
+            amx.configure_tiles, amx.release_tiles, clears, loads, passing, stores, amx.make_tile_product
         )
-    clear, load_rows, store_rows = (tuple(map(make, every)) for make in (_make_clear, _make_load, _make_store))
-    return TileOperations(do_nothing, do_nothing, clear, load_rows, load_rows, store_rows, _make_multiply)
+    clear, load_rows, store_rows = (
+        tuple(map(make, every))
+        for make in (_make_emulated_tile_clear, _make_emulated_tile_load, _make_emulated_tile_store)
+    )
+    return AmxTileOperations(
+        do_nothing, do_nothing, clear, load_rows, load_rows, store_rows, _make_emulated_tile_multiply
+    )
 
 
 @subroutine
@@ -65,7 +70,7 @@ def do_nothing(memory):
     return 0
 
 
-def _make_clear(tile: int) -> Subroutine:
+def _make_emulated_tile_clear(tile: int) -> Subroutine:
     """Make the emulated operation that clears a tile register."""
     first = tile * TILE_BYTES
 
@@ -76,7 +81,7 @@ def _make_clear(tile: int) -> Subroutine:
     return subroutine(clear)
 
 
-def _make_load(tile: int) -> Subroutine:
+def _make_emulated_tile_load(tile: int) -> Subroutine:
     """Make the emulated operation that loads a tile register."""
     first = tile * TILE_BYTES
 
@@ -87,7 +92,7 @@ def _make_load(tile: int) -> Subroutine:
     return subroutine(load_rows)
 
 
-def _make_store(tile: int) -> Subroutine:
+def _make_emulated_tile_store(tile: int) -> Subroutine:
     """Make the emulated operation that stores a tile register."""
     first = tile * TILE_BYTES
 
@@ -99,7 +104,7 @@ def _make_store(tile: int) -> Subroutine:
 
 
 @cache
-def _make_multiply(c: int, x: int, w: int) -> Subroutine:
+def _make_emulated_tile_multiply(c: int, x: int, w: int) -> Subroutine:
     """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
     sums, rows, pairs = c * TILE_BYTES, x * TILE_BYTES, w * TILE_BYTES
 

@@ -14,7 +14,7 @@ from .block_rows import BLOCK_EXPANDERS, BLOCK_LOADERS
 
 
 @dataclass(frozen=True, slots=True)
-class CacheCells:
+class CacheRowOperations:
     """The subroutines that read KV cache rows of one type as float32.
 
     Attributes:
@@ -32,7 +32,7 @@ class CacheCells:
     expand_range: Subroutine | None = None
 
 
-def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheCells:
+def _make_unquantised_row_operations(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> CacheRowOperations:
     """Make the subroutines for cache rows of an unquantised type with elements of `nbytes` bytes."""
 
     def row_bytes(n):
@@ -44,10 +44,10 @@ def _make_plain_cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Ca
     def load_first_or_16(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return CacheCells(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
+    return CacheRowOperations(nbytes, subroutine(row_bytes), subroutine(load_16), subroutine(load_first_or_16))
 
 
-def _make_block_cells(dtype: DType) -> CacheCells:
+def _make_quantised_row_operations(dtype: DType) -> CacheRowOperations:
     """Make the subroutines for cache rows of a type that is quantised in blocks of 32 elements."""
     block, nbytes, load_16 = dtype.block, dtype.block_bytes, BLOCK_LOADERS[dtype]
 
@@ -57,14 +57,14 @@ def _make_block_cells(dtype: DType) -> CacheCells:
     def load_first(row, c, n):
         return load_16(row, c) if c < n else zeros()
 
-    return CacheCells(nbytes, subroutine(row_bytes), load_16, subroutine(load_first), BLOCK_EXPANDERS[dtype])
+    return CacheRowOperations(nbytes, subroutine(row_bytes), load_16, subroutine(load_first), BLOCK_EXPANDERS[dtype])
 
 
-CELLS_BY_DTYPE: Mapping[DType, CacheCells] = MappingProxyType(
+CELLS_BY_DTYPE: Mapping[DType, CacheRowOperations] = MappingProxyType(
     {
-        DType.F32: _make_plain_cells(4, load, load_first_lanes),
-        DType.F16: _make_plain_cells(2, load_f16, load_first_f16),
-        DType.BF16: _make_plain_cells(2, load_bf16, load_first_bf16),
-        **{dtype: _make_block_cells(dtype) for dtype in BLOCK_LOADERS},
+        DType.F32: _make_unquantised_row_operations(4, load, load_first_lanes),
+        DType.F16: _make_unquantised_row_operations(2, load_f16, load_first_f16),
+        DType.BF16: _make_unquantised_row_operations(2, load_bf16, load_first_bf16),
+        **{dtype: _make_quantised_row_operations(dtype) for dtype in BLOCK_LOADERS},
     }
 )

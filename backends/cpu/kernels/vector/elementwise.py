@@ -13,17 +13,17 @@ from .....graph.dtypes import DType
 from .....graph.old_names import make_module_getattr
 from .....ops.declaration.attributes import float_attribute
 from ....base import contiguous_strides
-from ....fusion.operands import BoundInstruction, Operand, float_bits
+from ....fusion.operands import BoundInstruction, Operand, compute_broadcast_strides, float32_bits
 from ...compilation.compiler import Kernel, Subroutine, kernel, subroutine
 from ...compilation.kernel_args import KernelArgs, declare_args
 from ...simd.half_memory import store_first_bf16, store_first_f16
 from ...simd.vectors import (
     LANES,
+    clamped_lane_indices,
     gather_lanes,
-    lane_indices,
     load,
+    load_argument_word,
     load_first_lanes,
-    load_word,
     mul_int,
     splat,
     splat_from,
@@ -35,7 +35,7 @@ from ...simd.vectors import (
 from ...steps.column_split import find_column_split
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder, ThreadWork
-from .vector_functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky_relu
+from . import vector_functions
 
 HEADER_WORDS = 4
 """Words of a walk (the arguments that iterate over rows) before its operands: row length, three counts of rows."""
@@ -55,38 +55,38 @@ def make_row_args(operands: str, more: str = "") -> KernelArgs:
     parts = {"columns": load_row_length, "rows": load_row_count}
     for index, name in enumerate(names):
         first = HEADER_WORDS + OPERAND_WORDS * index
-        parts |= {name: _make_row_address(first), f"{name}_step": _make_element_step(first)}
+        parts |= {name: _make_compute_row_address(first), f"{name}_step": _make_load_element_step(first)}
     return declare_args(f"walk[{HEADER_WORDS + OPERAND_WORDS * len(names)}] {more}", parts)
 
 
-load_row_length = subroutine(lambda a: load_word(a, 0))
-load_row_count = subroutine(lambda a: load_word(a, 1) * load_word(a, 2) * load_word(a, 3))
+load_row_length = subroutine(lambda a: load_argument_word(a, 0))
+load_row_count = subroutine(lambda a: load_argument_word(a, 1) * load_argument_word(a, 2) * load_argument_word(a, 3))
 
 
-def _make_row_address(at: int) -> Subroutine:
+def _make_compute_row_address(at: int) -> Subroutine:
     """Make ``(a, i)``: compute the address of row `i` of the operand with its words in `a` from word `at` on."""
 
     def compute_row_address(a, i):
-        outer, inner = load_word(a, 2), load_word(a, 3)
-        base = load_word(a, at)
-        if load_word(a, 1) * outer == 1:
-            return base + i * load_word(a, at + 3)
+        outer, inner = load_argument_word(a, 2), load_argument_word(a, 3)
+        base = load_argument_word(a, at)
+        if load_argument_word(a, 1) * outer == 1:
+            return base + i * load_argument_word(a, at + 3)
         rest = i // inner
         return (
             base
-            + rest // outer * load_word(a, at + 1)
-            + rest % outer * load_word(a, at + 2)
-            + i % inner * load_word(a, at + 3)
+            + rest // outer * load_argument_word(a, at + 1)
+            + rest % outer * load_argument_word(a, at + 2)
+            + i % inner * load_argument_word(a, at + 3)
         )
 
     return subroutine(compute_row_address)
 
 
-def _make_element_step(at: int) -> Subroutine:
+def _make_load_element_step(at: int) -> Subroutine:
     """Make ``(a)``: load the bytes from element to element of the operand with its words in `a` from word `at` on."""
 
     def load_element_step(a):
-        return load_word(a, at + OPERAND_WORDS - 1)
+        return load_argument_word(a, at + OPERAND_WORDS - 1)
 
     return subroutine(load_element_step)
 
@@ -128,7 +128,7 @@ UNARY_ARGS = make_row_args("x y")
 @cache
 def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
     """Make the elementwise kernel ``y = f(x)`` of a function of 16 lanes, by default the function `name` of `UNARY`."""
-    compute = function or UNARY[name]
+    compute = function or vector_functions.UNARY[name]
 
     def body(a, thread, threads):
         n = UNARY_ARGS.columns(a)
@@ -150,7 +150,7 @@ def copy_strided_rows(a, thread, threads):
     for i in range(lo, hi):
         x, y = UNARY_ARGS.x(a, i), UNARY_ARGS.y(a, i)
         for c in range(0, n, LANES):
-            store_lanes(y, c, n, gather_lanes(x, mul_int(lane_indices(c, n), apart)))
+            store_lanes(y, c, n, gather_lanes(x, mul_int(clamped_lane_indices(c, n), apart)))
     return 0
 
 
@@ -160,7 +160,7 @@ BINARY_ARGS = make_row_args("x z y")
 @cache
 def make_binary_kernel(name: str) -> Kernel:
     """Make the elementwise kernel ``y = f(x, z)`` for the function `name` of `BINARY`."""
-    function = BINARY[name]
+    function = vector_functions.BINARY[name]
 
     def body(a, thread, threads):
         n, first, second = BINARY_ARGS.columns(a), BINARY_ARGS.x_step(a), BINARY_ARGS.z_step(a)
@@ -175,14 +175,18 @@ def make_binary_kernel(name: str) -> Kernel:
 
 
 NUMBER_FUNCTIONS = {
-    **{"scale": affine, "leaky_relu": leaky_relu},
-    **{"clamp": clamp, "clamp_from_0": clamp_from_0, "clamp_to_0": clamp_to_0},
+    **{"scale": vector_functions.affine, "leaky_relu": vector_functions.leaky_relu},
+    **{
+        "clamp": vector_functions.clamp,
+        "clamp_from_0": vector_functions.clamp_from_pos_0,
+        "clamp_to_0": vector_functions.clamp_to_neg_0,
+    },
 }
 NUMBER_ARGS = make_row_args("x y", "first:f32 second:f32")
 
 
 @cache
-def make_number_kernel(name: str) -> Kernel:
+def make_two_number_kernel(name: str) -> Kernel:
     """Make the elementwise kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
     function = NUMBER_FUNCTIONS[name]
 
@@ -275,31 +279,24 @@ def make_row_walk(
     return walk
 
 
-def compute_broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
-    """Return the strides in elements of `operand` broadcast to `shape`: 0 where it is repeated."""
-    missing = len(shape) - len(operand.shape)
-    own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
-    return [0] * missing + own
-
-
 RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 """A kernel of this file, its words, and the values of the words behind the walk."""
 
 
 def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
     """Add the step of a kernel over rows, after copies of strided operands; return False if there is no walk."""
-    whole = _make_thread_work(of, sources, out)
+    whole = _make_row_thread_work(of, sources, out)
     if whole is None:
-        dense = [_make_gather_scratch(steps, o, k) for k, o in enumerate(sources)]
-        if _make_thread_work(of, dense, out) is None:
+        dense = [_make_dense_scratch(steps, o, k) for k, o in enumerate(sources)]
+        if _make_row_thread_work(of, dense, out) is None:
             return False
         for source, to in zip(sources, dense, strict=True):
             if to is not source:
-                _add_gather_step(steps, source, to)
+                _add_strided_copy_step(steps, source, to)
         return add_row_step(steps, of, dense, out)
     if (column_split := find_column_split(steps, sources, out)) is not None:
         slices = zip(*(column_split.slice_by_thread(o) for o in (*sources, out)), strict=True)
-        parts = [None if None in each else _make_thread_work(of, each[:-1], each[-1]) for each in slices]
+        parts = [None if None in each else _make_row_thread_work(of, each[:-1], each[-1]) for each in slices]
         if all(
             part is not None
             for part, (first, last) in zip(parts, pairwise(column_split.axis_bounds), strict=True)
@@ -311,7 +308,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
     return True
 
 
-def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
+def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
     """Make scratch for a dense copy of `x` if its elements are strided and can be copied; otherwise return `x`."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
@@ -322,7 +319,7 @@ def _make_gather_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Op
     return to if can_copy(x, to) else x
 
 
-def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
+def _make_strided_copy_walk(x: Operand, to: Operand) -> list[int] | None:
     """Make the walk of `copy_strided_rows` from `x` to `to`; None if it is impossible."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
@@ -334,12 +331,12 @@ def _make_gather_walk(x: Operand, to: Operand) -> list[int] | None:
 
 def can_copy(x: Operand, to: Operand) -> bool:
     """Return whether `add_unary_step` can copy `x` to `to`."""
-    return _make_gather_walk(x, to) is not None
+    return _make_strided_copy_walk(x, to) is not None
 
 
-def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
+def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     """Add the step that copies strided elements to dense elements; return False if there is no walk."""
-    walk = _make_gather_walk(x, to)
+    walk = _make_strided_copy_walk(x, to)
     if walk is None:
         return False
     steps.add(copy_strided_rows, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
@@ -348,16 +345,16 @@ def _add_gather_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
 
 def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
     """Make the walk over whole rows of `x` and `y`, after a copy of a strided `x`; return it with `x` or the copy."""
-    for source in (x, _make_gather_scratch(steps, x, 0)):
+    for source in (x, _make_dense_scratch(steps, x, 0)):
         walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
             if source is not x:
-                _add_gather_step(steps, x, source)
+                _add_strided_copy_step(steps, x, source)
             return walk, source
     return None
 
 
-def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
+def _make_row_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
     """Make the thread work of a kernel over rows; None for empty operands, or for operands that need a copy first."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
@@ -369,32 +366,32 @@ def _make_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -
     return ThreadWork(args(walk=walk, **numbers), sources, [out])
 
 
-def add_unary(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
+def add_unary_step(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
     """Add the elementwise step of one of `UNARY`; return False if there is no walk."""
     of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
-    if name == "copy" and _make_thread_work(of, [x], out) is None:
-        return _add_gather_step(steps, x, out)
+    if name == "copy" and _make_row_thread_work(of, [x], out) is None:
+        return _add_strided_copy_step(steps, x, out)
     return add_row_step(steps, of, [x], out)
 
 
-def add_binary(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
+def add_binary_step(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
     """Add the elementwise step of one of `BINARY`; return False if there is no walk."""
     return add_row_step(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
 
 
 def _make_unary_binding(name: str) -> InstructionBinder:
-    return lambda steps, call: add_unary(steps, name, call.operand(0), call.out)
+    return lambda steps, call: add_unary_step(steps, name, call.operand(0), call.out)
 
 
 def _make_binary_binding(name: str) -> InstructionBinder:
-    return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
+    return lambda steps, call: add_binary_step(steps, name, call.operand(0), call.operand(1), call.out)
 
 
 def _add_number_step(
     steps: StepTableBuilder, call: BoundInstruction, name: str, first: float, second: float = 0.0
 ) -> bool:
-    numbers = {"first": float_bits(first), "second": float_bits(second)}
-    return add_row_step(steps, (make_number_kernel(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out)
+    numbers = {"first": float32_bits(first), "second": float32_bits(second)}
+    return add_row_step(steps, (make_two_number_kernel(name), NUMBER_ARGS, numbers), [call.operand(0)], call.out)
 
 
 def _bind_scale(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -417,7 +414,7 @@ def _bind_leaky_relu(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_compare(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    return add_binary(steps, str(call.attrs["kind"]), call.operand(0), call.operand(1), call.out)
+    return add_binary_step(steps, str(call.attrs["kind"]), call.operand(0), call.operand(1), call.out)
 
 
 def _bind_where(steps: StepTableBuilder, call: BoundInstruction) -> bool:
@@ -431,8 +428,12 @@ def _bind_fill(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 BINDINGS = {
     **{"scale": _bind_scale, "clamp": _bind_clamp, "fill": _bind_fill, "leaky_relu": _bind_leaky_relu},
     **{"compare": _bind_compare, "where": _bind_where, "cont": _make_unary_binding("copy")},
-    **{n: _make_unary_binding(n) for n in UNARY if n != "copy"},
-    **{n: _make_binary_binding(n) for n in BINARY if n not in GATED and n not in COMPARISONS},
+    **{n: _make_unary_binding(n) for n in vector_functions.UNARY if n != "copy"},
+    **{
+        n: _make_binary_binding(n)
+        for n in vector_functions.BINARY
+        if n not in vector_functions.GATED and n not in vector_functions.COMPARISONS
+    },
 }
 
 

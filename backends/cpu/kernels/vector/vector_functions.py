@@ -23,7 +23,7 @@ from ...simd.vectors import (
     halve_ints,
     ieee_maximum,
     ieee_minimum,
-    make_comparison,
+    make_lane_comparison,
     mul,
     negative,
     power_of_two,
@@ -340,7 +340,7 @@ BINARY: dict[str, Subroutine | Intrinsic] = {
     "div": div,
     "maximum": ieee_maximum,
     "minimum": ieee_minimum,
-    **{kind: make_comparison(sign) for kind, sign in COMPARISONS.items()},
+    **{kind: make_lane_comparison(sign) for kind, sign in COMPARISONS.items()},
     **GATED,
 }
 
@@ -357,13 +357,13 @@ def clamp(x, low, high):
 
 
 @subroutine
-def clamp_from_0(x, low, high):
+def clamp_from_pos_0(x, low, high):
     """Clamp x to the range from low, which is +0 or more, to high. No result is -0."""
     return absolute(clamp(x, low, high))
 
 
 @subroutine
-def clamp_to_0(x, low, high):
+def clamp_to_neg_0(x, low, high):
     """Clamp x to the range from low to high, which is -0 or less. No result is +0."""
     return negative(absolute(clamp(x, low, high)))
 

@@ -71,12 +71,12 @@ class AttentionShape:
     mask_heads: int
 
     @property
-    def rows(self) -> int:
+    def rows_per_key_head(self) -> int:
         """The number of query rows for each key head: tokens times query heads per key head."""
         return self.tokens * self.heads_per_key_head
 
     @property
-    def heads(self) -> int:
+    def query_heads(self) -> int:
         """The number of query heads."""
         return self.heads_per_key_head * self.key_heads
 
@@ -109,7 +109,7 @@ class AttentionShape:
         return min(range(min_splits, max_splits + 1), key=compute_wave_overhead)
 
 
-def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
+def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
     """Find the relative error of rounding queries and weights to a 16-bit cache dtype; `None` without rounding.
 
     Only variants for many rows round them.
@@ -122,7 +122,7 @@ def find_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
     shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
     many = q[-3] * shared >= MIN_TILED_ROWS and k.dtype is v.dtype
     is_short = many and any(
-        isinstance(t, PipelinedVariant) and t.can_take(k.shape[-1], v.shape[-1], k.dtype) for t in TILED_SOURCES
+        isinstance(t, PipelinedVariant) and t.can_process(k.shape[-1], v.shape[-1], k.dtype) for t in TILED_SOURCES
     )
     return {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}[k.dtype] if is_short else None
 
@@ -151,12 +151,12 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
         width,
         1 if mask is None or one_mask else mask.shape[-3],
     )
-    mask = None if mask is None else _add_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
+    mask = None if mask is None else _add_mask_head_axis(mask) if one_mask else _swap_axes(mask, -3, -2)
     bound = _AttentionBinder(launches, call, shape, sinks)
-    bound.add_launches((q, k, v, mask, call.out), leading)
+    bound.add_attention_launches((q, k, v, mask, call.out), leading)
 
 
-def _add_head_axis(mask: Operand) -> Operand:
+def _add_mask_head_axis(mask: Operand) -> Operand:
     """Add a head axis of size 1 to a mask [..., t, s]: return [..., t, 1, s]."""
     t = mask.tensor
     return replace(
@@ -200,17 +200,17 @@ def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
 
 def _make_view_fields(x: Operand | None) -> list[LaunchWord]:
     """Return the fields of the C struct `View`: address and four strides; zeros for `None`."""
-    return [0] * 5 if x is None else [x, *_compute_walk_strides(x)]
+    return [0] * 5 if x is None else [x, *_compute_broadcast_strides(x)]
 
 
-def _compute_walk_strides(x: Operand) -> list[int]:
+def _compute_broadcast_strides(x: Operand) -> list[int]:
     """Compute the strides of an operand for broadcasting: 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
     """Return whether `columns` adjacent columns of any row can be loaded by one vector load."""
-    *steps, last = _compute_walk_strides(x)
+    *steps, last = _compute_broadcast_strides(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
     return last == 1 and x.shape[-1] % columns == 0 and aligned
@@ -246,8 +246,8 @@ class _AttentionBinder:
         self.launches, self.shape = launches, shape
         scale, cap = (float(float_attribute(call.attrs, n)) for n in ("scale", "softcap"))
         bias = float(float_attribute(call.attrs, "max_bias"))
-        slopes = launches.upload_constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
-        self._leading_words: list[LaunchWord] = [0, 0] if sinks is None else [sinks, *_compute_walk_strides(sinks)]
+        slopes = launches.upload_constant(alibi_slopes(shape.query_heads, bias).astype(np.float32)) if bias > 0 else 0
+        self._leading_words: list[LaunchWord] = [0, 0] if sinks is None else [sinks, *_compute_broadcast_strides(sinks)]
         self._leading_words += [
             slopes,
             shape.tokens,
@@ -260,13 +260,13 @@ class _AttentionBinder:
         self._leading_words += [shape.mask_heads]
         self._trailing_words: list[LaunchWord] = [scale / (cap or 1.0), cap]
 
-    def add_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
+    def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Add the launches of the attention: a tiled variant for many query rows, another variant for few rows."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
-        tiled = next((t for t in kinds if t.can_take(s.key_columns, s.value_columns, cells)), None)
-        if s.rows >= MIN_TILED_ROWS and tiled is not None:
+        tiled = next((t for t in kinds if t.can_process(s.key_columns, s.value_columns, cells)), None)
+        if s.rows_per_key_head >= MIN_TILED_ROWS and tiled is not None:
             self._launch_tiled(tiled, operands, leading)
         else:
             self._launch_few_rows(operands, leading)
@@ -294,13 +294,13 @@ class _AttentionBinder:
         if splits == 1:
             return [0, 0]
         s = self.shape
-        count = s.batch * s.tokens * s.heads * splits
+        count = s.batch * s.tokens * s.query_heads * splits
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
-    def _launch_combine(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
+    def _launch_combine_splits(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
         """Launch the combination of the partial results of key splits, if there are several splits."""
         if splits > 1:
-            count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
+            count = batch[4].shape[0] * self.shape.tokens * self.shape.query_heads
             few = count < 2 * TARGET_MULTIPROCESSORS
             kernel = AUXILIARY_SOURCE["attention_combine_few" if few else "attention_combine"]
             self.launches.add_launch(
@@ -311,32 +311,41 @@ class _AttentionBinder:
         """Launch the best variant for few query rows, and the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
-        fitting = [f for f in FEW_ROWS_SOURCES if f.can_take(s.key_columns, s.value_columns, cells)]
+        fitting = [f for f in FEW_ROWS_SOURCES if f.can_process(s.key_columns, s.value_columns, cells)]
         kind, anyhow = fitting[0], fitting[-1]
-        fast = next((c for c in CELL_SOURCES if c.can_take(s.key_columns, s.value_columns, cells)), None)
+        fast = next((c for c in CELL_SOURCES if c.can_process(s.key_columns, s.value_columns, cells)), None)
         if fast is None:
-            splits = s.choose_key_splits(count_blocks(s.rows, kind.choose_rows_per_block(s.rows)), 32 * ATTENTION_WARPS)
+            splits = s.choose_key_splits(
+                count_blocks(s.rows_per_key_head, kind.choose_rows_per_block(s.rows_per_key_head)), 32 * ATTENTION_WARPS
+            )
         else:
-            splits = s.choose_balanced_key_splits(count_blocks(s.rows, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS)
+            splits = s.choose_balanced_key_splits(
+                count_blocks(s.rows_per_key_head, CELL_ROWS), CELL_ROWS * ATTENTION_WARPS
+            )
         sums = self._allocate_partial_sums(splits)
         for batch in _iterate_batches(leading, operands):
             q, k, v, _, out = batch
             words = self._make_argument_words(batch, splits, sums)
             if fast is not None and _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8):
-                row_blocks = count_blocks(s.rows, CELL_ROWS) * s.key_heads
+                row_blocks = count_blocks(s.rows_per_key_head, CELL_ROWS) * s.key_heads
                 kernel, shared, more = CELL_SOURCES[fast][fast.name], fast.shared_bytes, [_is_vector_loadable(q, 8)]
             else:
                 used = kind if _is_vector_loadable(k, 4) and _is_vector_loadable(v, 4) else anyhow
-                rows, shared, more = used.choose_rows_per_block(s.rows), 0, []
-                row_blocks = count_blocks(s.rows, rows) * s.key_heads * count_blocks(s.value_columns, MAX_VALUE_COLUMNS)
-                kernel = FEW_ROWS_SOURCES[used][used.format_name(rows)]
+                rows, shared, more = used.choose_rows_per_block(s.rows_per_key_head), 0, []
+                row_blocks = (
+                    count_blocks(s.rows_per_key_head, rows)
+                    * s.key_heads
+                    * count_blocks(s.value_columns, MAX_VALUE_COLUMNS)
+                )
+                kernel = FEW_ROWS_SOURCES[used][used.format_kernel_name(rows)]
             require_supported(
-                max(row_blocks, out.shape[0]) <= MAX_GRID_SIZE, f"{s.rows} rows of {out.shape[0]} batches are too many"
+                max(row_blocks, out.shape[0]) <= MAX_GRID_SIZE,
+                f"{s.rows_per_key_head} rows of {out.shape[0]} batches are too many",
             )
             self.launches.add_launch(
                 kernel, (splits, row_blocks, out.shape[0]), ATTENTION_THREADS, [*words, *more], shared_bytes=shared
             )
-            self._launch_combine(batch, words, splits)
+            self._launch_combine_splits(batch, words, splits)
 
     def _launch_tiled(self, kind: TiledVariant, operands: AttentionOperands, leading: Sequence[int]) -> None:
         """Launch a tiled variant for many query rows.
@@ -346,7 +355,12 @@ class _AttentionBinder:
         """
         s, launches = self.shape, self.launches
         row_tiles, row_blocks, tiles = (
-            count_blocks(*n) for n in ((s.rows, kind.visibility_rows), (s.rows, kind.rows), (s.key_count, kind.tile))
+            count_blocks(*n)
+            for n in (
+                (s.rows_per_key_head, kind.visibility_tile_rows),
+                (s.rows_per_key_head, kind.rows),
+                (s.key_count, kind.tile),
+            )
         )
         splits = s.choose_key_splits(
             row_blocks, 4 * kind.tile, TARGET_WARPGROUP_BLOCKS if kind.uses_warpgroups else TARGET_BLOCKS
@@ -368,17 +382,18 @@ class _AttentionBinder:
                 out.shape[0] * s.key_heads <= MAX_GRID_SIZE, f"{out.shape[0]} batches are too many for a grid"
             )
             require_supported(
-                max(row_blocks, tiles) <= MAX_GRID_SIZE, f"{s.rows} rows or {s.key_count} keys are too many for a grid"
+                max(row_blocks, tiles) <= MAX_GRID_SIZE,
+                f"{s.rows_per_key_head} rows or {s.key_count} keys are too many for a grid",
             )
             if copies is not None:
-                self._launch_split(k, kind.size, kind.tile, copies.k, copies.k_units)
-                self._launch_split(v, kind.width, kind.tile, copies.v, copies.v_units)
+                self._launch_split_into_halves(k, kind.size, kind.tile, copies.k, copies.k_units)
+                self._launch_split_into_halves(v, kind.width, kind.tile, copies.v, copies.v_units)
             words = self._make_argument_words(batch, splits, sums)
-            step = [0, 0] if mask is None else self._compute_seen_strides(mask, row_tiles * tiles)
+            step = [0, 0] if mask is None else self._compute_visibility_strides(mask, row_tiles * tiles)
             with_tiles = [*words, *([0] * 4 if copies is None else copies.words), seen or 0, *step, tiles]
             with_tiles += [
                 kind.tile,
-                kind.visibility_rows,
+                kind.visibility_tile_rows,
                 _is_vector_loadable(q, 8),
                 _is_vector_loadable(k, 8) and _is_vector_loadable(v, 8),
             ]
@@ -391,14 +406,14 @@ class _AttentionBinder:
             launches.add_launch(
                 TILED_SOURCES[kind][kind.name], grid, kind.threads, with_tiles, shared_bytes=kind.shared_bytes
             )
-            self._launch_combine(batch, words, splits)
+            self._launch_combine_splits(batch, words, splits)
 
-    def _compute_seen_strides(self, mask: Operand, tiles: int) -> list[int]:
+    def _compute_visibility_strides(self, mask: Operand, tiles: int) -> list[int]:
         """Compute the strides of the visibility table between batches and between key heads; 0 for equal masks."""
         groups = self.shape.key_heads if self.shape.mask_heads > 1 else 1
-        return [tiles * groups if _compute_walk_strides(mask)[0] else 0, tiles if groups > 1 else 0]
+        return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 
-    def _launch_split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
+    def _launch_split_into_halves(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
         """Launch the split of keys or values into two halves and a scale per row.
 
         Args:

@@ -31,24 +31,26 @@ class FewRowsVariant:
     cells: DType = DType.F32
 
     @property
-    def rows(self) -> tuple[int, ...]:
+    def row_counts_per_block(self) -> tuple[int, ...]:
         """The possible numbers of query rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
     def choose_rows_per_block(self, row_count: int) -> int:
         """Choose the number of query rows that a block processes together, for `row_count` rows in all."""
-        return next((r for r in self.rows if r >= row_count), self.rows[-1])
+        return next((r for r in self.row_counts_per_block if r >= row_count), self.row_counts_per_block[-1])
 
-    def format_name(self, rows: int) -> str:
+    def format_kernel_name(self, rows: int) -> str:
         """Format the C++ kernel name for blocks of `rows` query rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
         return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {CUDA_TYPE_NAMES[self.cells]}>"
 
     def make_source(self) -> KernelSource:
         """Make the source with the kernels for all possible row counts."""
-        return KernelSource("attention_few.cu", tuple(map(self.format_name, self.rows)), before=ATTENTION_HEADERS)
+        return KernelSource(
+            "attention_few.cu", tuple(map(self.format_kernel_name, self.row_counts_per_block)), before=ATTENTION_HEADERS
+        )
 
-    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
         fits = key_columns <= 4 * self.lanes * self.keys and value_columns <= 4 * self.lanes * self.values
         return cell_dtype is self.cells and (fits or not self.keys)
@@ -69,7 +71,7 @@ class TiledVariant:
     rows: int = TILE_ROWS
     threads: int = ATTENTION_THREADS
 
-    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
         return key_columns <= self.size and value_columns <= self.width
 
@@ -79,7 +81,7 @@ class TiledVariant:
         return False
 
     @property
-    def visibility_rows(self) -> int:
+    def visibility_tile_rows(self) -> int:
         """The query rows of a tile in the visibility table: the table of tiles that the mask leaves visible."""
         return max(TILE_ROWS, self.rows)
 
@@ -102,7 +104,7 @@ class TiledVariant:
 
 
 @dataclass(frozen=True, slots=True)
-class WideVariant(TiledVariant):
+class WideTiledVariant(TiledVariant):
     """The kernel `attend_wide`, for long keys and values. Queries pass through shared memory before keys do."""
 
     rows: int = 32
@@ -135,7 +137,7 @@ class PipelinedVariant(TiledVariant):
     def make_source(self) -> KernelSource:
         return KernelSource(self.file, (self.name,), PREFILL_HEADERS)
 
-    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
         return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
     @property
@@ -178,7 +180,7 @@ class WarpgroupVariant(PipelinedVariant):
 
 
 @dataclass(frozen=True, slots=True)
-class CellVariant:
+class FewRowsTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
     Keys have at most `size` columns, values at most `width` columns. Their rows support vector loads.
@@ -204,7 +206,7 @@ class CellVariant:
     def make_source(self) -> KernelSource:
         return KernelSource("attention_cells.cu", (self.name,), before=(*ATTENTION_HEADERS, "attention_powers.cuh"))
 
-    def can_take(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
+    def can_process(self, key_columns: int, value_columns: int, cell_dtype: DType) -> bool:
         """Return whether the kernel can process keys and values with these numbers of columns and this dtype."""
         return key_columns <= self.size and value_columns <= self.width and cell_dtype is self.cells
 
@@ -215,7 +217,11 @@ FEW_ROWS_SOURCES = {f: f.make_source() for f in (*_FLOAT_VARIANTS, *_GENERAL_VAR
 """Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
 CELL_SOURCES = {
     c: c.make_source()
-    for c in (CellVariant(*sizes, t) for t in HALF_DTYPES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
+    for c in (
+        FewRowsTensorCoreVariant(*sizes, t)
+        for t in HALF_DTYPES
+        for sizes in ((64, 64), (128, 128), (192, 128), (256, 256))
+    )
 }
 _PIPELINED_SIZES = (
     (64, 64, 64, True, 128, 256, 3),
@@ -238,7 +244,7 @@ TILED_SOURCES = {
         TiledVariant(128, 128, 32, True),
         TiledVariant(192, 128, 32, False),
         TiledVariant(256, 256, 16, False),
-        WideVariant(576, 512, 16, has_register_queries=True),
+        WideTiledVariant(576, 512, 16, has_register_queries=True),
     )
 }
 """Sources of tiled variants. The first variant that supports the sizes is the best."""

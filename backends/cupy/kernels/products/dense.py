@@ -9,7 +9,7 @@ from ....fusion.operands import Operand
 from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_stride, count_blocks
 from ...device.driver import KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
-from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_product_fields
+from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, pad_product_fields
 
 ROWS_PER_BLOCK = 16
 """Weight rows of a block. Each warp has two rows and all their columns."""
@@ -94,7 +94,9 @@ def launch_gemv(
     launches.add_launch(kernel, (taken[0] if unit else sum(taken), entries + other_entries), 256, words)
 
 
-def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
+def launch_summed_gemv(
+    launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
+) -> None:
     """Launch a GEMV with float expert weights, and sum the weighted products of each token.
 
     Args:
@@ -127,6 +129,6 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
     launches.add_launch(
         GEMV_SOURCE_BY_DTYPE[w.dtype][f"summed<{CUDA_TYPE_NAMES[w.dtype]}>"],
         grid,
-        32 * min(MAX_SUM_WARPS, summed.entries),
+        32 * min(MAX_SUM_WARPS, summed.products_per_token),
         words,
     )

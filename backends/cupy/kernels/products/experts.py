@@ -19,11 +19,11 @@ from .matmul import (
     MAX_GRID_SIZE,
     has_few_slots_per_expert,
     is_gemv_readable,
-    is_packed,
+    is_packed_weight,
     launch_gemv,
     make_routing_fields,
 )
-from .routes import GATED_UNIT_CODES, WeightedSum, WeightsAndResults
+from .routes import GATED_UNIT_CODES, WeightedExpertSum, WeightsAndResults
 from .same_rows import as_matrix, find_gated_unit, match_gated_products
 
 
@@ -65,7 +65,7 @@ class _GatedUnit:
         return [*self.products, self.unit]
 
     @property
-    def products_and_results(self) -> WeightsAndResults:
+    def weights_and_results(self) -> WeightsAndResults:
         """The weights of both matmuls with their results; the kernel writes the first result only."""
         return [(self.gate.operand(0), as_matrix(self.out)), (self.up.operand(0), as_matrix(self.up.out))]
 
@@ -94,19 +94,19 @@ def _launch_gated_units(
     launches.number = before
     unit, others = (
         GATED_UNIT_CODES[flow.bound_instruction(chosen.unit).op],
-        () if other is None else other.products_and_results,
+        () if other is None else other.weights_and_results,
     )
-    launch_gemv(launches, chosen.products_and_results, x, slots, 1, [*spread, *choice], unit, others, tokens)
+    launch_gemv(launches, chosen.weights_and_results, x, slots, 1, [*spread, *choice], unit, others, tokens)
 
 
-def _fuse_expert_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse two matmuls with the weights of chosen experts and their gated unit."""
     chosen = _GatedUnit.match_gated_unit(flow, number)
     _launch_gated_units(launches, flow, chosen)
     return chosen.instruction_numbers
 
 
-def _fuse_expert_and_shared_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_expert_and_shared_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the gated units of the chosen experts and of the shared expert into one launch."""
     readers = [
         n for n in flow.require_readers(flow.require_producer(number, 1)) if find_gated_unit(flow, n) is not None
@@ -166,16 +166,17 @@ def _launch_expert_sum(
             matrix.shape == w.shape[1:] and matrix.dtype is w.dtype, "the other expert is of another kind"
         )
         require_supported(
-            other_x.is_float and other_x.has_even_rows and math.prod(other_x.shape[:-1]) == tokens,
+            other_x.is_float and other_x.has_uniform_row_stride and math.prod(other_x.shape[:-1]) == tokens,
             "its rows are others",
         )
         require_supported(
-            gate is None or (gate.is_float and gate.has_even_rows and gate.tensor.spec.size == tokens), "shares differ"
+            gate is None or (gate.is_float and gate.has_uniform_row_stride and gate.tensor.spec.size == tokens),
+            "shares differ",
         )
     require_no_alias(out, [x, ids, shares, other_x, gate])
     by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
-    summed = WeightedSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
-    (packed if is_packed(w) else dense).launch_summed_gemv(launches, w, x, as_matrix(out), summed)
+    summed = WeightedExpertSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
+    (packed if is_packed_weight(w) else dense).launch_summed_gemv(launches, w, x, as_matrix(out), summed)
 
 
 def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
@@ -196,6 +197,11 @@ def _fuse_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number:
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {
-    "mul_mat": (_fuse_expert_and_shared_units,),
-    "mul_mat_id": (_fuse_expert_units, _fuse_expert_and_shared_units, _fuse_expert_sum, _fuse_expert_and_shared_sum),
+    "mul_mat": (_fuse_expert_and_shared_gated_units,),
+    "mul_mat_id": (
+        _fuse_expert_gated_units,
+        _fuse_expert_and_shared_gated_units,
+        _fuse_expert_sum,
+        _fuse_expert_and_shared_sum,
+    ),
 }

@@ -35,26 +35,26 @@ TiledLauncher = Callable[..., None]
 """A function that multiplies a table of tiles: x, out, tiles, route."""
 
 
-def is_packed(w: Operand) -> bool:
+def is_packed_weight(w: Operand) -> bool:
     """Return whether an operand is a complete packed weight."""
     return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
 
 
 def _as_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
     """Return a weight in a dtype that matmul kernels read: packed, or float; other weights are converted."""
-    if is_packed(w):
+    if is_packed_weight(w):
         return w
     return w if w.dtype in dense.GEMV_SOURCE_BY_DTYPE else as_float(launches, w)
 
 
 def is_gemv_readable(w: Operand) -> bool:
     """Return whether GEMV kernels can read the weight as stored."""
-    return is_packed(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
+    return is_packed_weight(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
 
 
 def _has_tensor_core_kernel(w: Operand) -> bool:
     """Return whether there is a tensor-core kernel for the weight."""
-    return is_packed(w) or w.dtype in tiled.FLOAT_DTYPES
+    return is_packed_weight(w) or w.dtype in tiled.FLOAT_DTYPES
 
 
 def _choose_tiled_launcher(
@@ -73,15 +73,15 @@ def _choose_tiled_launcher(
     Returns:
         The maximum entries of a tile, and the launcher.
     """
-    is_exact = bool(call.attrs["exact"]) and not is_packed(w)
-    if is_even and is_packed(w) and math.prod(w.shape[:-2]) == 1:
-        w = tiled.unpack_to_bf16(launches, w, int(entries)) or w
+    is_exact = bool(call.attrs["exact"]) and not is_packed_weight(w)
+    if is_even and is_packed_weight(w) and math.prod(w.shape[:-2]) == 1:
+        w = tiled.unpack_to_bf16_if_faster(launches, w, int(entries)) or w
     if found := tiled.choose_tile_shape(launches, w, entries, matrices, is_even):
         tile, shares = found
         terms = tiled.count_activation_terms(w.dtype, tile, is_exact)
-        return tile.entries, partial(tiled.launch_tiled, launches, w, tile=tile, shares=shares, terms=terms)
+        return tile.entries, partial(tiled.launch_tiled_matmul, launches, w, tile=tile, shares=shares, terms=terms)
     shape = packed.choose_tile_shape(w, entries, matrices)
-    return 8 * shape[0], partial(packed.launch_tiled, launches, w, shape=shape)
+    return 8 * shape[0], partial(packed.launch_tiled_matmul, launches, w, shape=shape)
 
 
 def launch_gemv(
@@ -96,7 +96,7 @@ def launch_gemv(
     other_entries: int = 0,
 ) -> None:
     """Launch a GEMV: multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
-    (packed if is_packed(products[0][0]) else dense).launch_gemv(
+    (packed if is_packed_weight(products[0][0]) else dense).launch_gemv(
         launches, products, x, entries, tokens, route, unit, other_products, other_entries
     )
 
@@ -122,8 +122,8 @@ def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
     even = (
         w.strides[-1] == 1 and (len(w.shape) == 2 or _has_uniform_matrix_stride(w)) and len(matrices) <= MAX_GRID_SIZE
     )
-    if not is_packed(w) and (
-        not even or not x.has_even_rows or (tokens > MAX_GEMV_ROWS and not _has_tensor_core_kernel(w))
+    if not is_packed_weight(w) and (
+        not even or not x.has_uniform_row_stride or (tokens > MAX_GEMV_ROWS and not _has_tensor_core_kernel(w))
     ):
         return products.launch_strided_matmul(launches, w, x, out)
     if tokens <= MAX_GEMV_ROWS:
@@ -155,7 +155,7 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     w, x, out = _as_readable_weight(launches, call.operand(0)), as_float(launches, call.operand(1)), call.out
     require_supported(w.strides[-1] == 1 or w.shape[-1] == 1 or 0 in w.shape, "rows of experts are not dense")
     compute_row_stride(x), compute_row_stride(out)
-    experts, total, slots = w.shape[0], _count_experts(call), math.prod(call.operand(2).shape)
+    experts, total, slots = w.shape[0], _count_all_experts(call), math.prod(call.operand(2).shape)
     spread, choice = make_routing_fields(launches, call)
     if has_few_slots_per_expert(call) or not _has_tensor_core_kernel(w):
         require_supported(slots <= MAX_GRID_SIZE, f"{slots} slots are too many for one launch")
@@ -171,23 +171,23 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
     many(x, out, tiles, route=[order, *spread])
 
 
-def _count_experts(call: BoundInstruction) -> int:
+def _count_all_experts(call: BoundInstruction) -> int:
     """Count the experts of a `mul_mat_id` instruction on all devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
 def has_few_slots_per_expert(call: BoundInstruction) -> bool:
     """Return whether each expert gets few slots on average. A slot is one pair of a token and a chosen expert."""
-    return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_experts(call) // 2)
+    return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_all_experts(call) // 2)
 
 
 def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
     """Return the fields of the routing: the map from slots to rows of x, and the C struct `Choice`."""
-    x, ids, total = call.operand(1), call.operand(2), _count_experts(call)
+    x, ids, total = call.operand(1), call.operand(2), _count_all_experts(call)
     require_supported(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))
     first = int(np.asarray(call.attrs["first"]))
-    fault = launches.add_fault(f"id {{value}} is none of {total} experts")
+    fault = launches.add_fault_message(f"id {{value}} is none of {total} experts")
     return [ids.shape[-1], x.shape[-2]], [flat, first, call.operand(0).shape[0], total, *fault]
 
 

@@ -14,7 +14,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_str
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
-from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedSum, WeightsAndResults, pad_product_fields
+from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, pad_product_fields
 
 PACKED_HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
 BLOCK_COLUMNS = 32
@@ -59,7 +59,7 @@ SOURCES = (SHARED_SOURCE, *TILED_SOURCE_BY_DTYPE.values(), *GEMV_SOURCE_BY_DTYPE
 # ---------------------------------------------------------------------------------------------------- operands
 
 
-def _make_row_words(w: Operand) -> list[LaunchWord]:
+def _make_row_size_words(w: Operand) -> list[LaunchWord]:
     """Return the size of a packed row as launch words: its blocks of 32 columns, and its bytes."""
     assert w.is_whole_buffer
     columns = w.shape[-1]
@@ -90,7 +90,7 @@ def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
-def _count_shared_items(columns: int, tokens: int) -> int:
+def _count_shared_memory_items(columns: int, tokens: int) -> int:
     """Count the shared-memory items for `columns` quantised column blocks of each token; ``place`` in C++."""
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
@@ -131,20 +131,30 @@ def launch_gemv(
     of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
-    fit = (DEFAULT_SHARED_BYTES - of_sums) // (SHARED_ITEM_BYTES * _count_shared_items(8, count)) * 8 // columns
+    fit = (DEFAULT_SHARED_BYTES - of_sums) // (SHARED_ITEM_BYTES * _count_shared_memory_items(8, count)) * 8 // columns
     chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
-    words = [*pad_product_fields(fields), len(products), unit, x, *_make_row_words(w), tokens, compute_row_stride(x)]
+    words = [
+        *pad_product_fields(fields),
+        len(products),
+        unit,
+        x,
+        *_make_row_size_words(w),
+        tokens,
+        compute_row_stride(x),
+    ]
     words += [sum(groups), of_block, of_warp, chunks, *route, entries, *NO_SUM_FIELDS]
     kernel = GEMV_SOURCE_BY_DTYPE[w.dtype][f"few<{w.dtype.name}, {count}>"]
-    shared = SHARED_ITEM_BYTES * _count_shared_items(chunks * columns, count) + of_sums
+    shared = SHARED_ITEM_BYTES * _count_shared_memory_items(chunks * columns, count) + of_sums
     launches.add_launch(
         kernel, (count_blocks(sum(groups), of_block), entries + other_entries), 32 * warps, words, shared
     )
 
 
-def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedSum) -> None:
+def launch_summed_gemv(
+    launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
+) -> None:
     """Launch a GEMV with packed expert weights, and sum the weighted products of each token.
 
     Args:
@@ -155,15 +165,15 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
         summed: The factors, and a further weight.
     """
     rows, columns = _choose_warp_tile(w.dtype, 1)
-    tokens, entries, groups = out.shape[0], summed.entries, count_blocks(w.shape[-2], rows)
+    tokens, entries, groups = out.shape[0], summed.products_per_token, count_blocks(w.shape[-2], rows)
     even = count_blocks(groups, max(1, launches.multiprocessor_count // tokens))
     of_block = entries * max(1, min(even, MAX_BLOCK_RESULTS // (rows * entries)))
     chunks = count_blocks(w.shape[-1], BLOCK_COLUMNS * columns)
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
-    shared = SHARED_ITEM_BYTES * _count_shared_items(entries * count_blocks(chunks * columns, 8) * 8, 1) + 4 * rows * (
-        MAX_GEMV_WARPS + 2 * of_block
-    )
+    shared = SHARED_ITEM_BYTES * _count_shared_memory_items(
+        entries * count_blocks(chunks * columns, 8) * 8, 1
+    ) + 4 * rows * (MAX_GEMV_WARPS + 2 * of_block)
     require_supported(shared <= DEFAULT_SHARED_BYTES, "x of all entries is too long for shared memory")
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[LaunchWord]] = [
@@ -174,7 +184,7 @@ def launch_summed_gemv(launches: LaunchBuilder, w: Operand, x: Operand, out: Ope
         1,
         NO_UNIT,
         x,
-        *_make_row_words(w),
+        *_make_row_size_words(w),
         1,
         compute_row_stride(x),
         groups * entries,
@@ -216,7 +226,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
     )
 
 
-def launch_tiled(
+def launch_tiled_matmul(
     launches: LaunchBuilder,
     w: Operand,
     x: Operand,
@@ -239,7 +249,18 @@ def launch_tiled(
     codes, scales = _quantise_activations(launches, x)
     groups, warps_of_rows, sharing = shape
     units = _count_row_units(w)
-    words = [w, codes, scales, out, *_make_row_words(w), units, w.shape[-2], compute_row_stride(out), tiles, *route]
+    words = [
+        w,
+        codes,
+        scales,
+        out,
+        *_make_row_size_words(w),
+        units,
+        w.shape[-2],
+        compute_row_stride(out),
+        tiles,
+        *route,
+    ]
     chunk = STAGE_BLOCKS if sharing == 1 else 2 * STAGE_BLOCKS
     stages, sums = 2 * 3 * 16 * chunk * 8 * groups, 4 * warps_of_rows * (sharing // 2) * 8 * groups * 32
     grid = (count_blocks(units, warps_of_rows), tiles.shape[0])
@@ -254,8 +275,8 @@ def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> Non
     """Bind `get_rows` on a complete packed table: dequantise the rows with these ids."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
-    fault = launches.add_fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
-    _launch_unpack(launches, table, ids, out, fault)
+    fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {table.shape[0]}")
+    _launch_row_dequantisation(launches, table, ids, out, fault)
 
 
 def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
@@ -267,7 +288,7 @@ def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
     whole = replace(w, address=w.address - w.tensor.offset, tensor=_make_dense_tensor(w.tensor, w.declared_spec.shape))
     copy = launches.allocate_scratch(w.declared_spec.shape)
     rows = replace(copy, tensor=_make_dense_tensor(copy.tensor, (math.prod(copy.shape[:-1]), copy.shape[-1])))
-    _launch_unpack(launches, whole, None, rows, [0, 0])
+    _launch_row_dequantisation(launches, whole, None, rows, [0, 0])
     skipped = w.tensor.offset // w.dtype.block_bytes * w.dtype.block
     place = copy.tensor.offset + 4 * skipped
     return replace(
@@ -282,7 +303,7 @@ def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return replace(tensor, offset=offset, shape=shape, strides=contiguous_strides(shape))
 
 
-def _launch_unpack(
+def _launch_row_dequantisation(
     launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
 ) -> None:
     """Launch the dequantisation of table rows with the numbers `ids`, or of all rows of all matrices.
@@ -297,10 +318,10 @@ def _launch_unpack(
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
     axes = build_iteration_axes((count,), []) if ids is None else build_iteration_axes(ids.shape, [ids])
-    walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_walk_fields(0, ids)
+    walk: list[LaunchWord] = [0] * 11 if ids is None else axes.make_operand_stride_fields(0, ids)
     words = [
         table,
-        *_make_row_words(table),
+        *_make_row_size_words(table),
         table.shape[-2],
         _count_row_units(table),
         math.prod(table.shape[:-1]),

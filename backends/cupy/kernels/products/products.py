@@ -38,7 +38,7 @@ def as_matrix_starts(x: Operand) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 
-def build_matmul_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
+def build_matmul_batch_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
     """Build the batch axes of a matmul; each matrix of `w` serves adjacent matrices of `x`.
 
     Args:
@@ -63,7 +63,7 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
         w = as_float(launches, w)
     m, k = x.shape[-2:]
     n = w.shape[-2]
-    axes = build_matmul_axes(w, x, out)
+    axes = build_matmul_batch_axes(w, x, out)
     require_supported(axes.element_count <= MAX_MATRICES, f"{axes.element_count} matrices are too many for one launch")
     tiles = count_blocks(n, TILE_W_ROWS), count_blocks(m, TILE_X_ROWS)
     # 16-bit weights come here because of strides of w or x. Scratch must not depend on strides.
@@ -71,7 +71,7 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
     splits, run = (1, k) if alone else _choose_k_split(k, math.prod(tiles) * axes.element_count)
     parts: LaunchWord = launches.allocate_scratch((axes.element_count, splits, m, n)) if splits > 1 else 0
     words: list[LaunchWord] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.axes_fields]
-    words += [word for i, o in enumerate((w, x, out)) for word in axes.make_walk_fields(i, o)]
+    words += [word for i, o in enumerate((w, x, out)) for word in axes.make_operand_stride_fields(i, o)]
     if m <= MAX_MATVEC_ROWS:
         kernel, rows = (
             ("across", MATVEC_THREADS)
@@ -84,7 +84,7 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
         SOURCE[f"matmul<{CUDA_TYPE_NAMES[w.dtype]}>"], (*tiles, axes.element_count * splits), 256, words
     )
     if splits > 1:
-        added: list[LaunchWord] = [m * n, splits, parts, *axes.axes_fields, *axes.make_walk_fields(2, out)]
+        added: list[LaunchWord] = [m * n, splits, parts, *axes.axes_fields, *axes.make_operand_stride_fields(2, out)]
         launches.add_launch(SOURCE["add_parts"], (count_blocks(m * n, 256), axes.element_count), 256, added)
     return None
 
@@ -108,7 +108,7 @@ def _bind_solve_tri(launches: LaunchBuilder, call: BoundInstruction) -> None:
     count = axes.element_count * m
     require_supported(count < MAX_ELEMENTS, f"{count} columns are too many for one launch")
     words: list[LaunchWord] = [count, n, m, *a.strides[-2:], *b.strides[-2:], *axes.axes_fields]
-    words += [word for i, o in enumerate((a, b, out)) for word in axes.make_walk_fields(i, o)]
+    words += [word for i, o in enumerate((a, b, out)) for word in axes.make_operand_stride_fields(i, o)]
     launches.add_launch(SOURCE["solve_triangular"], count_blocks(count, 64), 64, words)
 
 

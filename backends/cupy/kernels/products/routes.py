@@ -21,7 +21,7 @@ WeightsAndResults = Sequence[tuple[Operand, Operand]]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedSum:
+class WeightedExpertSum:
     """The weighted sum of expert products for each token, as operands of one launch.
 
     `choice` selects the weights of experts; `shares` are the factors of their products. The product with the further
@@ -36,7 +36,7 @@ class WeightedSum:
     gate: Operand | None = None
 
     @property
-    def entries(self) -> int:
+    def products_per_token(self) -> int:
         """The number of products that are summed for each token."""
         return self.shares.shape[-1] + (self.other is not None)
 

@@ -16,7 +16,7 @@ from .matmul import MAX_GEMV_ROWS, is_gemv_readable, launch_gemv
 from .routes import GATED_UNIT_CODES, MAX_PRODUCTS, NO_UNIT
 
 
-def _launch_same_rows(
+def _launch_matmuls_of_same_rows(
     launches: LaunchBuilder, flow: Dataflow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
 ) -> None:
     """Launch several matmuls of the same few rows as one GEMV.
@@ -33,7 +33,8 @@ def _launch_same_rows(
     w, x = calls[0].operand(0), calls[0].operand(1)
     tokens = math.prod(x.shape[:-1])
     require_supported(
-        x.is_float and x.has_even_rows and 0 < tokens <= MAX_GEMV_ROWS, "rows of x are many, or do not lie evenly"
+        x.is_float and x.has_uniform_row_stride and 0 < tokens <= MAX_GEMV_ROWS,
+        "rows of x are many, or do not lie evenly",
     )
     for call in calls:
         matrix = call.operand(0)
@@ -85,11 +86,11 @@ def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
     """Fuse two matmuls of the same few rows and their gated unit."""
     products, unit = match_gated_products(flow, number)
     call = flow.bound_instruction(unit)
-    _launch_same_rows(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
+    _launch_matmuls_of_same_rows(launches, flow, products, [call.out], GATED_UNIT_CODES[call.op])
     return *products, unit
 
 
-def _fuse_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse as many matmuls of the same few rows as possible, except matmuls of gated units."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit(flow, number) is None, "it belongs to a gated unit")
@@ -103,8 +104,8 @@ def _fuse_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Seq
         if same and flow.can_group([*chosen, other]):
             chosen.append(other)
     require_supported(len(chosen) > 1, "no other product has these rows")
-    _launch_same_rows(launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT)
+    _launch_matmuls_of_same_rows(launches, flow, chosen, [flow.bound_instruction(n).out for n in chosen], NO_UNIT)
     return chosen
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = {"mul_mat": (_fuse_gated_unit, _fuse_same_rows)}
+FUSED: Mapping[str, Sequence[FusionBinder]] = {"mul_mat": (_fuse_gated_unit, _fuse_matmuls_of_same_rows)}

@@ -141,7 +141,7 @@ def choose_tile_shape(
     def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
-        return launches.has_shared_bytes(_compute_shared_bytes(w.dtype, tile)) and shares * tiles >= many
+        return launches.can_allocate_shared_bytes(_compute_shared_bytes(w.dtype, tile)) and shares * tiles >= many
 
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
         return None
@@ -168,7 +168,7 @@ def choose_tile_shape(
     return (LARGE_TILE, 1) if entries >= MIN_BF16_ENTRIES and has_enough_tiles(LARGE_TILE, 1, MIN_BF16_TILES) else None
 
 
-def unpack_to_bf16(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
+def unpack_to_bf16_if_faster(launches: LaunchBuilder, w: Operand, entries: int) -> Operand | None:
     """Launch the unpacking of a packed matrix to bfloat16 in scratch memory; return `None` if that would be slower.
 
     Args:
@@ -214,14 +214,14 @@ def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int
     return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
-def find_rounding_error(dtype: DType, is_exact: bool) -> float | None:
+def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None:
     """Find the relative error of rounding activations for weights of a dtype; `None` without rounding."""
     if dtype in FLOAT_DTYPES and is_exact:
         return 2.0**-16
     return 2.0**-8 if dtype in PLANE_LAYOUTS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
 
 
-def _split_activations(
+def _split_activations_into_terms(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
     """Launch the split of activations into 16-bit terms; for clusters, the terms are in the order of tiles.
@@ -261,7 +261,7 @@ def _make_weight_stride_words(w: Operand) -> list[LaunchWord]:
     return [steps[-1] if steps else 0, w.strides[-2]]
 
 
-def _select_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelInstance:
+def _select_tiled_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelInstance:
     """Select the tiled matmul kernel for a weight dtype, a tile shape and a number of activation terms."""
     if tile == CLUSTER_TILE:
         return CLUSTER_SOURCE_BY_DTYPE[dtype][f"clustered<{CUDA_TYPE_NAMES[dtype]}, {terms}>"]
@@ -275,7 +275,7 @@ def _select_kernel(dtype: DType, tile: TileShape, terms: int) -> KernelInstance:
     ]
 
 
-def launch_tiled(
+def launch_tiled_matmul(
     launches: LaunchBuilder,
     w: Operand,
     x: Operand,
@@ -299,7 +299,7 @@ def launch_tiled(
         terms: Number of terms of an activation.
         route: The fields of the routing.
     """
-    taken_apart, undo = _split_activations(launches, w, x, terms, tile, tiles.shape[0])
+    taken_apart, undo = _split_activations_into_terms(launches, w, x, terms, tile, tiles.shape[0])
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
     row_blocks = count_blocks(rows, tile.rows)
     cluster = _choose_cluster_size(row_blocks) if tile == CLUSTER_TILE else 1
@@ -322,7 +322,7 @@ def launch_tiled(
         rows if parts else compute_row_stride(out),
     ]
     words = [w, taken_apart, undo, *to, tiles, *route, run, count * rows, *more]
-    kernel, shared_bytes = _select_kernel(w.dtype, tile, terms), _compute_shared_bytes(w.dtype, tile)
+    kernel, shared_bytes = _select_tiled_kernel(w.dtype, tile, terms), _compute_shared_bytes(w.dtype, tile)
     launches.add_launch(kernel, grid, tile.threads, words, shared_bytes, (1, cluster, 1))
     if parts:
         words = [parts, out, shares, count * rows, rows, compute_row_stride(out)]

@@ -62,7 +62,7 @@ STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaRule:
+class DeltaRuleOperands:
     """The operands of a gated delta rule and its output.
 
     Without `has_tiled_heads`, adjacent value heads share a key head.
@@ -116,7 +116,7 @@ class DeltaRule:
         read = (self.q, self.k, self.v, *([self.g] if self.has_channel_decay else []))
         return self.value_size % 4 == 0 and all(is_vector_aligned(x) for x in read)
 
-    def slice_tokens(self, start: int, count: int) -> DeltaRule:
+    def slice_tokens(self, start: int, count: int) -> DeltaRuleOperands:
         """Slice all operands to `count` tokens from token `start` on."""
 
         def slice_operand(x: Operand, inner: int = 3) -> Operand:
@@ -126,9 +126,9 @@ class DeltaRule:
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=slice_operand(self.beta, 2))
 
 
-def launch_token_steps(
+def launch_delta_rule_by_token(
     launches: LaunchBuilder,
-    rule: DeltaRule,
+    rule: DeltaRuleOperands,
     begin: Sequence[LaunchWord],
     carried: StateOperands,
     stored: int,
@@ -227,7 +227,7 @@ class ChunkVariant:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {_to_cpp(self.is_exact)}>"
 
-    def compute_prepare_bytes(self, together: int) -> int:
+    def compute_prepare_shared_bytes(self, together: int) -> int:
         """Compute the shared-memory bytes of a block of the prepare kernel, which prepares `together` value heads."""
         square = 8 * CHUNK_TOKENS * (CHUNK_TOKENS + 4) + self.heads_bytes
         if self.channels:
@@ -238,7 +238,7 @@ class ChunkVariant:
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
-    def compute_scan_bytes(self, values: int, cluster: int = 1) -> int:
+    def compute_scan_shared_bytes(self, values: int, cluster: int = 1) -> int:
         """Compute the shared-memory bytes of a scan block. Clusters have the stages that fit, with two mbarriers."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
         if cluster > 1:
@@ -281,7 +281,7 @@ CLUSTER_SCAN_SOURCES: Mapping[ChunkVariant, KernelSource] = MappingProxyType(
 )
 
 
-def uses_chunks(rule: DeltaRule, tokens: int) -> bool:
+def uses_chunk_kernels(rule: DeltaRuleOperands, tokens: int) -> bool:
     """Return whether the delta rule of `tokens` tokens uses the chunk kernels."""
     return (
         tokens >= MIN_CHUNKED_TOKENS[rule.has_channel_decay]
@@ -291,7 +291,7 @@ def uses_chunks(rule: DeltaRule, tokens: int) -> bool:
 
 
 def allocate_chunk_scratch(
-    launches: LaunchBuilder, rule: DeltaRule, tokens: int, chunk: ChunkVariant
+    launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkVariant
 ) -> tuple[Operand, Operand]:
     """Allocate scratch for the prepared keys and heads of all chunks of `tokens` tokens; return both."""
     count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
@@ -300,9 +300,9 @@ def allocate_chunk_scratch(
     return keys, launches.allocate_scratch((count * rule.value_heads * chunk.heads_bytes,), DType.I8)
 
 
-def launch_chunks(
+def launch_delta_rule_by_chunks(
     launches: LaunchBuilder,
-    rule: DeltaRule,
+    rule: DeltaRuleOperands,
     carried: StateOperands,
     memory: tuple[Operand, Operand],
     chunk: ChunkVariant,
@@ -329,8 +329,10 @@ def launch_chunks(
     together = _choose_heads_per_block(rule)
     words += [rule.tokens, rule.k.shape[-2], heads, rule.value_heads_per_key_head, together, rule.scale]
     grid = count, heads // together, sequences
-    launches.add_launch(chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, chunk.compute_prepare_bytes(together))
-    values = values or _choose_slice_rows(launches, rule, chunk)
+    launches.add_launch(
+        chunk.prepare_kernel, grid, 4 * CHUNK_TOKENS, words, chunk.compute_prepare_shared_bytes(together)
+    )
+    values = values or _choose_state_slice_rows(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.value_heads_per_key_head)
     words = [
         *memory,
@@ -341,44 +343,48 @@ def launch_chunks(
     ]
     words += [carried.snapshots, *carried.fault_fields, rule.tokens, keyed, heads, run, rule.value_size]
     slices = rule.value_size // values
-    cluster = _choose_cluster_size(launches, slices)
-    shared, grid = chunk.compute_scan_bytes(values, cluster), (slices, heads, sequences)
+    cluster = _choose_scan_cluster_size(launches, slices)
+    shared, grid = chunk.compute_scan_shared_bytes(values, cluster), (slices, heads, sequences)
     launches.add_launch(chunk.select_scan_kernel(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
 
 
-def _choose_cluster_size(launches: LaunchBuilder, slices: int) -> int:
+def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
     """Choose the number of blocks in a cluster of the scan, which all have slices of one state."""
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
-def _choose_heads_per_block(rule: DeltaRule) -> int:
+def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
     """Choose the value heads of a key head that a block prepares: all, if one block per key head fills a device."""
     filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
 
-def _has_shared_memory(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> bool:
+def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkVariant) -> bool:
     """Return whether blocks of both chunk kernels can fit into the shared memory of the device."""
-    return launches.has_shared_bytes(
-        chunk.compute_prepare_bytes(_choose_heads_per_block(rule))
-    ) and launches.has_shared_bytes(chunk.compute_scan_bytes(_choose_slice_rows(launches, rule, chunk)))
+    return launches.can_allocate_shared_bytes(
+        chunk.compute_prepare_shared_bytes(_choose_heads_per_block(rule))
+    ) and launches.can_allocate_shared_bytes(
+        chunk.compute_scan_shared_bytes(_choose_state_slice_rows(launches, rule, chunk))
+    )
 
 
-def _choose_slice_rows(launches: LaunchBuilder, rule: DeltaRule, chunk: ChunkVariant) -> int:
+def _choose_state_slice_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkVariant) -> int:
     """Choose the longest slice of state rows that fits and leaves enough blocks; each reads all prepared values."""
     possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
-    fitting = [n for n in possible if launches.has_shared_bytes(chunk.compute_scan_bytes(n))] or possible
+    fitting = [
+        n for n in possible if launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(n))
+    ] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
     return next((n for n in fitting if rows_of_all // n >= MIN_SCAN_BLOCKS), fitting[-1])
 
 
 def _bind_gated_delta_net(launches: LaunchBuilder, call: BoundInstruction) -> None:
     q, k, v, g, beta = (as_float(launches, call.operand(i)) for i in range(5))
-    rule = DeltaRule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    rule = DeltaRuleOperands(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
     launch_delta_rule(launches, call, rule, bool(call.attrs["exact"]))
 
 
-def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRule, exact: bool) -> None:
+def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRuleOperands, exact: bool) -> None:
     """Launch the delta rule of an instruction, by chunks or by token, with its states.
 
     With snapshots, the last tokens go one by one.
@@ -393,19 +399,19 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
     last = carried.snapshots - 1
     first = rule.tokens - last
     chunk = ChunkVariant(rule.key_size, rule.has_channel_decay, exact)
-    if uses_chunks(rule, first) and _has_shared_memory(launches, rule, chunk):
+    if uses_chunk_kernels(rule, first) and _can_fit_shared_memory(launches, rule, chunk):
         memory = allocate_chunk_scratch(launches, rule, first, chunk)
         if rule.is_vector_aligned:
-            launch_chunks(launches, rule.slice_tokens(0, first), carried, memory, chunk)
+            launch_delta_rule_by_chunks(launches, rule.slice_tokens(0, first), carried, memory, chunk)
             if last:
-                launch_token_steps(
+                launch_delta_rule_by_token(
                     launches, rule.slice_tokens(first, last), carried.make_resume_fields(last), carried, last
                 )
             return
-    launch_token_steps(launches, rule, carried.begin_fields, carried, carried.stored_snapshots)
+    launch_delta_rule_by_token(launches, rule, carried.begin_fields, carried, carried.stored_snapshots)
 
 
-def _fuse_state_save(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_state_save_and_delta_rule(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the save of a state and the delta rule that updates the state in place."""
     save, writer = flow.bound_instruction(number), match_saved_state_update(flow, number, "gated_delta_net").update
     state, call = save.operand(0), flow.bound_instruction(writer)
@@ -416,16 +422,16 @@ def _fuse_state_save(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
     require_supported(has_same_elements(state, call.operand(5)) and save.out.is_dense, "not all of the state is saved")
     q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]
     require_supported(all(x.is_float for x in sources), "operands are of other types")
-    rule = DeltaRule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
-    require_supported(not uses_chunks(rule, rule.tokens), "prompts go by chunks")
+    rule = DeltaRuleOperands(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
+    require_supported(not uses_chunk_kernels(rule, rule.tokens), "prompts go by chunks")
     require_no_alias(save.out, [*sources, state])
     launches.number = writer
     carried = bind_states(launches, call, rule.sequences, rule.tokens)
-    launch_token_steps(launches, rule, carried.begin_fields, carried, carried.stored_snapshots, save.out)
+    launch_delta_rule_by_token(launches, rule, carried.begin_fields, carried, carried.stored_snapshots, save.out)
     return number, writer
 
 
-FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType({"cont": (_fuse_state_save,)})
+FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType({"cont": (_fuse_state_save_and_delta_rule,)})
 BINDINGS: Mapping[str, OpBinder] = {"gated_delta_net": _bind_gated_delta_net}
 SOURCES = (
     STATES_SOURCE,

@@ -49,16 +49,16 @@ def _bind_ssm_scan(launches: LaunchBuilder, call: BoundInstruction) -> None:
     none: list[LaunchWord] = [0] * 10
     walked = [*make_rows_fields(x), *make_rows_fields(dt, 2), *make_rows_fields(b), *make_rows_fields(c), *none]
     heads = x.shape[-2]
-    _launch_by_value(launches, call, x, walked, a, heads // max(b.shape[-2], 1), b.shape[-1], a.shape[-1])
+    _launch_recurrence_by_value(launches, call, x, walked, a, heads // max(b.shape[-2], 1), b.shape[-1], a.shape[-1])
 
 
 def _bind_rwkv_wkv7(launches: LaunchBuilder, call: BoundInstruction) -> None:
     r, decay, k, v, a, b = _as_float_operands(launches, call, 6)
     walked = [word for x in (v, decay, k, r, a, b) for word in make_rows_fields(x)]
-    _launch_by_value(launches, call, v, walked, None, 1, k.shape[-1], 1)
+    _launch_recurrence_by_value(launches, call, v, walked, None, 1, k.shape[-1], 1)
 
 
-def _launch_by_value(
+def _launch_recurrence_by_value(
     launches: LaunchBuilder,
     call: BoundInstruction,
     x: Operand,
@@ -103,15 +103,15 @@ def _launch_by_value(
 def _bind_rwkv_wkv6(launches: LaunchBuilder, call: BoundInstruction) -> None:
     k, v, r, bonus, decay, state = _as_float_operands(launches, call, 6)
     require_supported(is_dense(bonus), "the bonus has to be dense")
-    _launch_by_key(launches, call, [k, v, r, decay], state, bonus, 1.0)
+    _launch_recurrence_by_key(launches, call, [k, v, r, decay], state, bonus, 1.0)
 
 
 def _bind_gated_linear_attn(launches: LaunchBuilder, call: BoundInstruction) -> None:
     k, v, q, g, state = _as_float_operands(launches, call, 5)
-    _launch_by_key(launches, call, [k, v, q, g], state, None, float(float_attribute(call.attrs, "scale")))
+    _launch_recurrence_by_key(launches, call, [k, v, q, g], state, None, float(float_attribute(call.attrs, "scale")))
 
 
-def _launch_by_key(
+def _launch_recurrence_by_key(
     launches: LaunchBuilder,
     call: BoundInstruction,
     walked: list[Operand],

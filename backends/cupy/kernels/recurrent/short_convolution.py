@@ -87,7 +87,7 @@ class DeltaNetWeights:
     dt: Operand
 
 
-def launch_delta_inputs(
+def launch_delta_net_inputs(
     launches: LaunchBuilder,
     x: Operand,
     alpha: Operand,
@@ -151,7 +151,9 @@ def launch_delta_inputs(
     launches.add_launch(INPUTS_SOURCE[f"delta_inputs<{size}>"], grid, CONVOLUTION_THREADS, words)
 
 
-def launch_gated_norm(launches: LaunchBuilder, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
+def launch_gated_rms_norm(
+    launches: LaunchBuilder, x: Operand, z: Operand, w: Operand, out: Operand, eps: float
+) -> None:
     """Launch a gated RMS norm over the last axis: ``rms_norm(x) * w * silu(z)``.
 
     Args:
@@ -215,7 +217,7 @@ def _find_dense_copy(flow: Dataflow, reader: int) -> int | None:
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
 
 
-def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the instructions that compute the delta rule's operands from the linear layers, without the rule."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
@@ -243,12 +245,12 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
         None if saved is None else saved.out,
     )
     launches.number = last
-    fault = launches.add_fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
+    fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
-    _launch_matched_inputs(
+    _launch_matched_delta_net_inputs(
         launches,
         flow,
-        _MatchedCalls(both, flow.bound_instruction(conv), state_update, gates),
+        _MatchedConvolution(both, flow.bound_instruction(conv), state_update, gates),
         inputs,
         (silu, q, k),
         fault,
@@ -258,7 +260,7 @@ def _fuse_delta_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _MatchedCalls:
+class _MatchedConvolution:
     """The matched instructions of a convolution and its states, which have operands of the fused kernel.
 
     `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
@@ -270,10 +272,10 @@ class _MatchedCalls:
     gates: _GateInstructions
 
 
-def _launch_matched_inputs(
+def _launch_matched_delta_net_inputs(
     launches: LaunchBuilder,
     flow: Dataflow,
-    chain: _MatchedCalls,
+    chain: _MatchedConvolution,
     inputs: DeltaNetInputs,
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
@@ -329,12 +331,12 @@ def _launch_matched_inputs(
     places = [silu.out.address + 4 * n * size for n in (0, key_heads, 2 * key_heads)]
     require_supported([p.address for p in parts] == places and silu.out.shape[-1] == channels, "heads lie otherwise")
     require_supported(not q.attrs["clamp"] and dict(q.attrs) == dict(k.attrs), "norms differ")
-    _require_disjoint(inputs, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
+    _require_disjoint_results(inputs, tokens, x, old, [w, ids, valid, layer.a, layer.dt], alpha, strength)
     eps = float(attribute(q.attrs, "eps"))
-    launch_delta_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault)
+    launch_delta_net_inputs(launches, x, alpha, strength, valid, old, layer, inputs, eps, ids, fault)
 
 
-def _require_disjoint(
+def _require_disjoint_results(
     inputs: DeltaNetInputs,
     tokens: int,
     x: Operand,
@@ -383,7 +385,7 @@ def _reshape_dense(x: Operand, shape: tuple[int, ...]) -> Operand:
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
-def _fuse_gated_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
+def _fuse_gated_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse a gated RMS norm: ``rms_norm(x) * w * silu(z)``."""
     factor = flow.require_sole_reader(number, "mul")
     gated = flow.require_sole_reader(factor, "mul")
@@ -408,12 +410,12 @@ def _fuse_gated_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
         all(o.is_float and is_vector_aligned(o) for o in (x, z, out, w)) and w.is_dense, "rows are not aligned"
     )
     require_no_alias(out, [w], [x, z])
-    launch_gated_norm(launches, x, z, w, out, float(attribute(flow.bound_instruction(number).attrs, "eps")))
+    launch_gated_rms_norm(launches, x, z, w, out, float(attribute(flow.bound_instruction(number).attrs, "eps")))
     return number, factor, silu, gated
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = MappingProxyType(
-    {"concat": (_fuse_delta_inputs,), "rms_norm": (_fuse_gated_norm,)}
+    {"concat": (_fuse_delta_net_inputs,), "rms_norm": (_fuse_gated_rms_norm,)}
 )
 BINDINGS: Mapping[str, OpBinder] = MappingProxyType({"ssm_conv": _bind_ssm_conv})
 SOURCES = (CONVOLUTION_SOURCE, INPUTS_SOURCE, NORM_SOURCE)

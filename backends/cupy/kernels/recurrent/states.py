@@ -130,6 +130,8 @@ def bind_states(
     elif snapshots > stored:
         missing = new.slice_axis(len(new.shape) - 4, stored, snapshots - stored)
         launch_unary(launches, "fill", missing, missing, [0.0])
-    faults = launches.add_fault(f"slots number rows from 0 to {state.shape[0] - 1}, and one of them is {{value}}")
+    faults = launches.add_fault_message(
+        f"slots number rows from 0 to {state.shape[0] - 1}, and one of them is {{value}}"
+    )
     old: list[LaunchWord] = [state, 0, sequences] if slots_in is None else [state, slots_in, state.shape[0]]
     return StateOperands(sequences, snapshots, stored, (*old, 1, *aside), new, slots_out, tuple(faults))
