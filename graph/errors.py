@@ -2,23 +2,26 @@
 
 
 class HocketError(Exception):
-    """The base of all errors that hocket raises on purpose. The message is one line: subject, value, need, remedy."""
+    """The base class of all errors that hocket raises on purpose.
+
+    The message is one line: the subject, the value that was found, the value that is needed, and a remedy.
+    """
 
 
 class GraphError(HocketError):
-    """A graph breaks a rule: shapes, dtypes, names, order, state updates."""
+    """A graph breaks a rule about shapes, dtypes, names, node order or state updates."""
 
 
 class PlanError(HocketError):
-    """A graph cannot be planned, or a plan breaks a rule of its verifier."""
+    """A graph cannot be planned, an argument of planning or running is wrong, or a plan breaks a verifier rule."""
 
 
 class BackendError(HocketError):
-    """A device is missing, is out of memory, or has a kernel that failed."""
+    """A device is missing, is out of memory, or failed in a kernel."""
 
 
 class StepError(BackendError):
-    """An instruction of a device failed.
+    """One instruction of a device failed; the error names the node and the device.
 
     Args:
         node: The name of the node that the instruction computes.

@@ -33,12 +33,12 @@ AttributeCompleter = Callable[[str, Attrs], Attrs]
 
 
 def keep_attributes(op: str, attrs: Attrs) -> Attrs:
-    """Return the attributes without a change."""
+    """Return the attributes unchanged; `parse` calls this function unless it gets another one."""
     return attrs
 
 
 class _LineCursor:
-    """A cursor over the tokens of one line; its errors name the line and the column."""
+    """A cursor over the tokens of one line of graph text; error messages name the line and the column."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number, self.text, self.tokens = number, text, []
@@ -70,7 +70,12 @@ class _LineCursor:
         return False
 
     def expect_name(self, what: str, taken: Container[str] = ()) -> str:
-        """Consume the name of an op, attribute or output: a word or a string that is not in `taken`."""
+        """Consume the name of an op, attribute or output: a word or a quoted string.
+
+        Args:
+            what: A noun for the name in error messages.
+            taken: Names that are not allowed, because the line already has them.
+        """
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
@@ -81,14 +86,14 @@ class _LineCursor:
         return name
 
     def unquote(self, text: str) -> str:
-        """Return `text`, which belongs to the current token, without quotes."""
+        """Remove the quotes of `text`, a JSON string in the current token; errors name this token."""
         try:
             return str(json.loads(text)) if text.startswith('"') else text
         except ValueError:
             raise self.error(f"{text} is no JSON string; escape control characters and backslashes") from None
 
     def expect_integer(self) -> int:
-        """Consume an integer of 64 bits."""
+        """Consume one integer of at most 64 bits."""
         kind, text = self.peek()
         if kind != "num" or not text.lstrip("-").isdecimal():
             raise self.error(f"expected an integer, got {text!r}")
@@ -151,7 +156,7 @@ def _parse_spec(cursor: _LineCursor) -> Spec:
 
 
 class _GraphParser:
-    """The nodes, outputs and updates of the lines so far."""
+    """The parser of a whole graph, with the nodes, outputs and updates of the lines read so far."""
 
     def __init__(self, complete: AttributeCompleter) -> None:
         self.complete = complete
@@ -242,7 +247,7 @@ class _GraphParser:
 
 @validate_arguments(GraphError, text=TEXT)
 def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
-    """Return the graph of a dump. Only `verify` checks the ops.
+    """Parse the text of a graph into a graph. The ops stay unchecked; `verify` checks them.
 
     Args:
         text: The text that `format_graph` wrote.
@@ -259,7 +264,10 @@ def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
 
 
 def parse_case(text: str) -> dict[str, Spec | Attr]:
-    """Return the operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+    """Parse the text of a conformance case into its operand specs and attributes, by name.
+
+    An example of such a text is ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``.
+    """
     cursor = _LineCursor(1, text)
     parts: dict[str, Spec | Attr] = {}
     while cursor.peek()[0] != "end":
