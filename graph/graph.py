@@ -90,7 +90,7 @@ class Graph:
         return readers
 
     def digest(self) -> str:
-        """Return the SHA-256 of the graph structure, which includes no names except those of leaves and outputs."""
+        """Return the SHA-256 of the graph structure; it covers the names of leaves and outputs, and no other names."""
         import hashlib  # loads OpenSSL, which `import hocket` need not do
 
         number = {node: i for i, node in enumerate(self.nodes)}

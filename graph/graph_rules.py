@@ -135,6 +135,6 @@ def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> lis
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> None:
-    """Verify that `graph` follows all rules; raise `GraphError` with the first violation and the count of the others."""
+    """Verify that `graph` follows all rules; raise `GraphError` with the first violation and the count of others."""
     if messages := list_problems(graph, rules):
         raise GraphError(messages[0] + (f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""))

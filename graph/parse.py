@@ -70,12 +70,7 @@ class _LineCursor:
         return False
 
     def expect_name(self, what: str, taken: Container[str] = ()) -> str:
-        """Consume the name of an op, attribute or output: a word or a quoted string.
-
-        Args:
-            what: A noun for the name in error messages.
-            taken: Names that are not allowed, because the line already has them.
-        """
+        """Consume the name of an op, attribute or output: a word or a quoted string that is not in `taken`."""
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")

@@ -228,7 +228,7 @@ class ShortenedGraph:
 
     @property
     def repetitions_with_kind(self) -> Iterator[tuple[int, int]]:
-        """Pairs of each deep repetition and its short repetition, in order, with the preamble first and the end last."""
+        """All pairs of a deep repetition and its short repetition, in order, from the preamble to the end."""
         yield PREAMBLE, PREAMBLE
         yield from ((repetition, repetition % self.short_count) for repetition in range(self.deep_repetitions.count))
         yield self.deep_repetitions.count, self.short_count

@@ -175,7 +175,7 @@ def validate_arguments(
     """Return a decorator that validates the arguments of each call of a function.
 
     Args:
-        error: The class of the error for an argument of another kind, and for an argument that the function lacks.
+        error: The class of the error for an argument of a wrong kind or with an unknown name.
         **kinds: The argument kind of each validated parameter, by its name.
     """
 
