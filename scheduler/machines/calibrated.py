@@ -149,7 +149,7 @@ def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
 
 
 def _is_valid(s: Speeds) -> bool:
-    """Return whether speeds from a file are valid: all figures are in their ranges, and sizes of cache shares ascend."""
+    """Return whether speeds from a file are valid: all figures are in range, and the sizes of cache shares ascend."""
     # speeds by dtype are checked as speeds by op
     each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
     others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)

@@ -1,4 +1,8 @@
-"""What undoes the runs of a device that have ended: the arena holds that of the last one only."""
+"""The undo log of pipelined runs: saved arena bytes with which a device rolls back runs that have ended.
+
+The arena has the saved state entries of the last run only, because the next run overwrites them. Therefore these
+bytes are copied after each run.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,19 @@ from ...backends.base import Array, Instruction, Tensor
 from .bound import BoundPlan
 
 ARENA = 0
-"""The number of that buffer in every program."""
+"""The number of the arena among the buffers of every program."""
 Saved = Mapping[Tensor, Array]
-"""What lay in the arena where that tensor is."""
+"""The undo data of one run: a copy of the arena bytes of each tensor that the rollback reads."""
 
 
 class Journal:
-    """What undoes runs of one plan on device `number`, where runs are taken back together or not at all.
+    """The undo log of one plan on device number `number`, for runs that are rolled back together or not at all.
 
-    Of a run it keeps what the instructions that undo it read of the arena: not for states that may stay as runs have
-    left them, those named in `staying`, and not for those that an earlier run of them puts back as a whole, which are
-    in the end what that makes of them.
+    After each run, the undo log saves the arena bytes that the restoring instructions of the program will read. Two
+    kinds of states need no undo data:
+
+    - states in `staying`, which a rollback does not restore;
+    - states that the rollback of an earlier run overwrites completely.
     """
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
@@ -37,21 +43,29 @@ class Journal:
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
     def behind(self, earlier: Iterable[Journal]) -> frozenset[str]:
-        """The states for which a run need not keep anything behind earlier ones that are taken back with it."""
+        """List the states that the rollback of the `earlier` runs restores completely, so that this run saves nothing for them.
+
+        The result is empty if the rollback of one state reads another state.
+        """
         before = [*earlier]
         if self._is_crossed or any(journal._is_crossed for journal in before):
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))
 
     def save_undo_data(self, behind: frozenset[str]) -> Saved:
-        """What undoes the run that has just ended, but for the states `behind` others."""
+        """Save the undo data of the run that has just ended, except for the states `behind`."""
         if behind not in self._views:
             saved = dict.fromkeys(t for back in self._but(behind) for t in _read(back) if t.buffer == ARENA)
             self._views[behind] = {t: self._bound.view_tensor(self._number, t) for t in saved}
         return {t: np.array(view) for t, view in self._views[behind].items()}
 
     def undo(self, saved: Saved, behind: frozenset[str]) -> None:
-        """Take a run back of which that was kept, when all behind it have been taken back."""
+        """Roll back a run with its undo data, after all later runs were rolled back.
+
+        Args:
+            saved: The undo data of the run.
+            behind: The states for which nothing was saved.
+        """
         for t, array in saved.items():
             self._views[behind][t][...] = array
         backs = tuple(reversed(self._but(behind)))
@@ -66,5 +80,5 @@ def _read(back: Instruction) -> list[Tensor]:
 
 
 def _is_whole(back: Instruction) -> bool:
-    """Whether what an instruction puts back does not depend on what is there: then it writes all of the state."""
+    """Return whether a restoring instruction writes the whole state: it then reads only the arena, not the state."""
     return all(t.buffer == ARENA for t in _read(back))
