@@ -246,7 +246,7 @@ class NodeComparer:
         return run.run({v.node.name: inputs[v.node.name] for v in graph.inputs})
 
     def _compute_difference(self, name: str, copies: Sequence[Array], expected: Array) -> ValueDifference:
-        """Compute the difference between a value and its reference; the worst of the copies on several devices counts."""
+        """Compute the difference between a value and its reference; of several device copies, the worst one counts."""
         value, limit = self.values[name], self._compute_allowed_error(self.values[name])
         error, at, worst = max(
             ((*_compute_worst_row_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0]

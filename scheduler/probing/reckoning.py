@@ -117,7 +117,7 @@ class SpeedFit:
 
     @cached_property
     def prefill_seconds_per_flop_and_byte(self) -> dict[str, tuple[float, float]]:
-        """The seconds of one FLOP and of one weight byte in prefill (matrix products with many rows), by weight dtype."""
+        """The seconds of one FLOP and of one weight byte in products with many rows (prefill), by weight dtype."""
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")

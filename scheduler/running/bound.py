@@ -28,7 +28,7 @@ from .state_view import LocalShard, assemble_value
 from .store import Store
 
 MAX_RANK_WAIT_SECONDS, MAX_RANK_SLOWDOWN = 6.0, 20.0
-"""The maximum wait for another process is the first number in seconds, plus the second one times the predicted run time."""
+"""The longest wait for another process in seconds is the first number plus the second one times the predicted run time."""
 INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 
@@ -125,7 +125,7 @@ class BoundPlan:
     # ------------------------------------------------------------------------------------------------ outputs
 
     def find_output_device(self, name: str) -> int | None:
-        """Find the device that has the whole output; return None if the output must be assembled from shards or ranks."""
+        """Find the device that has the whole output; return None if shards or ranks must be assembled."""
         layout = self.plan.outputs[name]
         if self.device_placement.spans_ranks or isinstance(layout, Shard):
             return None
@@ -134,8 +134,8 @@ class BoundPlan:
     def make_output_runner(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
         """Make a function that runs the program of device `number` and returns its outputs.
 
-        The outputs are only those that this device alone returns. They are chosen once, because a run for one token may
-        take less than 1 ms.
+        The outputs are chosen once, because a run for one token may take less than 1 ms. Outputs of several devices,
+        which must be assembled, are not included.
 
         Args:
             number: The number of the device.

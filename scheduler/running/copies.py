@@ -36,13 +36,13 @@ class WeightCopies:
 
 
 class Arena:
-    """The arena of one device, shared by plans that run one at a time; its size is that of the largest plan."""
+    """The arena of one device, shared by plans that run one at a time; it grows to the size of the largest plan."""
 
     def __init__(self) -> None:
         self.nbytes, self._buffer = 0, None
 
     def grow_buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
-        """Return the arena buffer; a buffer with fewer than `nbytes` bytes is first replaced by a new one from `alloc`."""
+        """Return the arena buffer; a buffer with fewer than `nbytes` bytes is first replaced by one from `alloc`."""
         if nbytes > self.nbytes or self._buffer is None:
             self.nbytes, self._buffer = nbytes, alloc()
         return self._buffer

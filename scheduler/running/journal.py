@@ -33,52 +33,54 @@ class Journal:
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
         self._bound, self._number, self._program = bound, number, bound.plan.lanes[number].program
-        named = [(self._program.buffers[back.dst[0].buffer].name, back) for _, back in self._program.undo]
-        self._backs = [(name, back) for name, back in named if name not in staying]
-        self._whole = frozenset(name for name, back in self._backs if _is_whole(back))
+        named = [(self._program.buffers[restore.dst[0].buffer].name, restore) for _, restore in self._program.undo]
+        self._backs = [(name, restore) for name, restore in named if name not in staying]
+        self._whole = frozenset(name for name, restore in self._backs if _is_whole(restore))
         self._is_crossed = any(
-            t.buffer not in (ARENA, back.dst[0].buffer) for _, back in self._backs for t in _read(back)
+            t.buffer not in (ARENA, restore.dst[0].buffer) for _, restore in self._backs for t in _read(restore)
         )
-        """Whether one state says what is put back of another, and has to be right each time."""
+        """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
     def behind(self, earlier: Iterable[Journal]) -> frozenset[str]:
-        """List the states that the rollback of the `earlier` runs restores completely, so that this run saves nothing for them.
+        """List the states that the rollback of the `earlier` runs restores completely.
 
-        The result is empty if the rollback of one state reads another state.
+        This run saves nothing for these states. The list is empty if the rollback of one state reads another state.
         """
         before = [*earlier]
         if self._is_crossed or any(journal._is_crossed for journal in before):
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))
 
-    def save_undo_data(self, behind: frozenset[str]) -> Saved:
-        """Save the undo data of the run that has just ended, except for the states `behind`."""
-        if behind not in self._views:
-            saved = dict.fromkeys(t for back in self._but(behind) for t in _read(back) if t.buffer == ARENA)
-            self._views[behind] = {t: self._bound.view_tensor(self._number, t) for t in saved}
-        return {t: np.array(view) for t, view in self._views[behind].items()}
+    def save_undo_data(self, skipped_states: frozenset[str]) -> Saved:
+        """Save the undo data of the run that has just ended, except for `skipped_states`."""
+        if skipped_states not in self._views:
+            saved = dict.fromkeys(
+                t for restore in self._but(skipped_states) for t in _read(restore) if t.buffer == ARENA
+            )
+            self._views[skipped_states] = {t: self._bound.view_tensor(self._number, t) for t in saved}
+        return {t: np.array(view) for t, view in self._views[skipped_states].items()}
 
-    def undo(self, saved: Saved, behind: frozenset[str]) -> None:
-        """Roll back a run with its undo data, after all later runs were rolled back.
+    def undo(self, saved: Saved, skipped_states: frozenset[str]) -> None:
+        """Roll back one run with its undo data, after all later runs were rolled back.
 
         Args:
             saved: The undo data of the run.
-            behind: The states for which nothing was saved.
+            skipped_states: The states for which nothing was saved.
         """
         for t, array in saved.items():
-            self._views[behind][t][...] = array
-        backs = tuple(reversed(self._but(behind)))
-        self._bound.run_program(self._number, replace(self._program, instructions=backs, undo=()))
+            self._views[skipped_states][t][...] = array
+        restores = tuple(reversed(self._but(skipped_states)))
+        self._bound.run_program(self._number, replace(self._program, instructions=restores, undo=()))
 
-    def _but(self, behind: Container[str]) -> list[Instruction]:
-        return [back for name, back in self._backs if name not in behind]
-
-
-def _read(back: Instruction) -> list[Tensor]:
-    return [t for t in back.src if t is not None]
+    def _but(self, skipped_states: Container[str]) -> list[Instruction]:
+        return [restore for name, restore in self._backs if name not in skipped_states]
 
 
-def _is_whole(back: Instruction) -> bool:
+def _read(restore: Instruction) -> list[Tensor]:
+    return [t for t in restore.src if t is not None]
+
+
+def _is_whole(restore: Instruction) -> bool:
     """Return whether a restoring instruction writes the whole state: it then reads only the arena, not the state."""
-    return all(t.buffer == ARENA for t in _read(back))
+    return all(t.buffer == ARENA for t in _read(restore))

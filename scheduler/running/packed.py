@@ -1,4 +1,4 @@
-"""Packed weight files: the first process that runs a model writes its packed weights, and later processes map the files.
+"""Packed weight files: the first process that runs a model writes packed weights, and later processes map them.
 
 These processes share the memory and need not read the model's file. A file has the part of one weight on one device,
 in the bytes into which a backend packs it. Its note is the digest of the source, which ranks compare. The path has
@@ -39,9 +39,9 @@ class PackedWeightFiles:
     def map_existing_file(
         self, origin: WeightOrigin, packing: str, share: str, nbytes: int
     ) -> tuple[Array, bytes] | None:
-        """Map an existing packed weight file: return its read-only memory of `nbytes` bytes, and the digest of the source.
+        """Map an existing packed weight file: return its memory of `nbytes` bytes, and the digest of the source.
 
-        The result is None if the file is missing or has another size.
+        The memory is read-only. The result is None if the file is missing or has another size.
         """
         mapped = map_cached(self._make_file_path(origin, packing, share), nbytes)
         return None if mapped is None else (np.frombuffer(mapped[0], np.uint8, nbytes), mapped[1])

@@ -175,7 +175,7 @@ class PipelinedRuns:
                 )
 
     def _stop_workers(self) -> None:
-        """Wait until the workers of all devices have finished or stopped. Raises `BackendError` if a device does not stop."""
+        """Wait until the workers of all devices have ended. Raises `BackendError` if a device does not stop."""
         for device in self._workers.values():
             device.queued_runs.put(None)
         while True:
@@ -229,7 +229,7 @@ class _PipelinedRun:
 
 
 class _SavedRun(NamedTuple):
-    """The undo data of one device for a finished run, and the states that need none because earlier runs restore them."""
+    """The undo data of one device for a finished run, except for states that earlier runs restore."""
 
     run: _PipelinedRun
     restored_states: frozenset[str]

@@ -29,7 +29,7 @@ class LocalShard:
     dtype: DType
 
     def decode(self) -> Array:
-        """Decode the stored bytes and return plain numbers; if the memory has plain numbers, the result is a view of it."""
+        """Decode the stored bytes to plain numbers; the result is a view of the memory if it has plain numbers."""
         return decode_array(self.memory_view, self.dtype)
 
     def copy_to_host(self) -> Array:

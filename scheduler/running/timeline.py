@@ -53,7 +53,7 @@ class SimulatedRun:
         return max((step.end for track in self.events_by_device for step in track), default=0.0)
 
     def compute_busy_share(self, device: int) -> float:
-        """Return the busy share of a device: the share of the total time in which the device computes or communicates."""
+        """Return the busy share of a device: the share of the total time in which it computes or communicates."""
         total, busy, until = self.total_seconds, 0.0, 0.0
         for step in sorted(self.events_by_device[device], key=lambda s: s.start):
             busy += max(0.0, step.end - max(step.start, until))

@@ -36,9 +36,10 @@ class TracedRun(NamedTuple):
 @validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
-    """A trace: at most `MAX_TRACED_RUNS` runs in the order of execution. `left_out` counts later runs, which are not timed.
+    """A trace: the measured runs in the order of execution, at most `MAX_TRACED_RUNS`.
 
-    Executors append to `noted` at the end of a run, because each line of Python then delays the next run.
+    `left_out` counts the later runs, which are not timed. Executors append to `noted` at the end of a run, because each
+    line of Python then delays the next run.
     """
 
     left_out: int = 0
