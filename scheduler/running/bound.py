@@ -28,7 +28,7 @@ from .state_view import LocalShard, assemble_value
 from .store import Store
 
 MAX_RANK_WAIT_SECONDS, MAX_RANK_SLOWDOWN = 6.0, 20.0
-"""The longest wait for another process in seconds is the first number plus the second one times the predicted run time."""
+"""The longest wait for another process: the first number in seconds, plus the second one times the predicted run."""
 INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 

@@ -82,5 +82,5 @@ def _read(restore: Instruction) -> list[Tensor]:
 
 
 def _is_whole(restore: Instruction) -> bool:
-    """Return whether a restoring instruction writes the whole state: it then reads only the arena, not the state."""
+    """Return whether a restoring instruction writes the whole state; such an instruction reads only the arena."""
     return all(t.buffer == ARENA for t in _read(restore))
