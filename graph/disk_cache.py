@@ -116,7 +116,7 @@ def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
     return None if note is None else (mapped, note)
 
 
-def write_mappable(file: Path, data: memoryview, note: bytes, content: str, folder: Path) -> None:
+def write_mappable(file: Path, data: memoryview, note: bytes, content_noun: str, folder: Path) -> None:
     """Write data and a note to a cache file, in the form that `map_cached_file` maps into memory.
 
     The bytes are on the disk before the file gets its name.
@@ -125,10 +125,10 @@ def write_mappable(file: Path, data: memoryview, note: bytes, content: str, fold
         file: The file to write.
         data: The data.
         note: A short text about the data.
-        content: A noun for the data in the warning that the file cannot be written.
+        content_noun: A noun for the data in the warning that the file cannot be written.
         folder: The folder that the warning names.
     """
-    _write_file(file, (data, _compute_digest(file, note), note), content, folder, durable=True)
+    _write_file(file, (data, _compute_digest(file, note), note), content_noun, folder, durable=True)
 
 
 @cache

@@ -100,21 +100,21 @@ def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     return None, known
 
 
-def _open_beside(target: str, mode: int, known: os.stat_result | None) -> BinaryIO:
+def _open_beside(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
     """Open a new temporary file in the folder of `target`; a rename makes it `target` later. Raises `OSError`.
 
     Args:
         target: The path of the final file.
         mode: The mode of the file, before the umask.
-        known: The status of an existing `target`, if any.
+        existing: The status of an existing `target`, if any.
     """
-    if known is not None:
+    if existing is not None:
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
-        mode = stat.S_IMODE(known.st_mode)
+        mode = stat.S_IMODE(existing.st_mode)
     name = os.path.join(os.path.dirname(target), f"{BEFORE_NAME}{os.urandom(8).hex()}.part")
     file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
-    if known is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
+    if existing is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
         os.fchmod(file.fileno(), mode)
     return file
 

@@ -158,17 +158,17 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(order)
 
 
-def order_with_state_updates(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
+def order_with_state_updates(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
     """Return all nodes, operands before users, with the nodes for state updates directly after their last operand.
 
     Args:
         graph: The graph.
-        sent: Further nodes that directly follow their last operand, such as sends.
+        early_nodes: Further nodes that directly follow their last operand, such as sends.
     """
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(topological_order(graph.outputs.values())):
         position[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in position or n in sent):
+    for at, node in enumerate(n for n in graph.nodes if n not in position or n in early_nodes):
         position[node] = (max((position[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     return tuple(sorted(graph.nodes, key=position.__getitem__))
 

@@ -69,13 +69,13 @@ class _LineCursor:
             return True
         return False
 
-    def expect_name(self, what: str, taken: Container[str] = ()) -> str:
-        """Consume the name of an op, attribute or output: a word or a quoted string that is not in `taken`."""
+    def expect_name(self, what: str, taken_names: Container[str] = ()) -> str:
+        """Consume the name of an op, attribute or output: a word or a quoted string that is not in `taken_names`."""
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
         name = self.unquote(text)
-        if name in taken:
+        if name in taken_names:
             raise self.error(f"{text} is given twice")
         self.at += 1
         return name
@@ -186,7 +186,7 @@ class _GraphParser:
 
     def parse_outputs(self, cursor: _LineCursor) -> None:
         while cursor.peek()[0] != "end":
-            name = cursor.expect_name("the name of an output", taken=self.outputs)
+            name = cursor.expect_name("the name of an output", taken_names=self.outputs)
             cursor.expect("mark", "=")
             self.outputs[name] = self.parse_reference(cursor)
             if not cursor.accept(","):
@@ -231,7 +231,7 @@ class _GraphParser:
                 cursor.at += 1
                 src.append(None)
             else:
-                name = cursor.expect_name("a value or an attribute", taken=attrs)
+                name = cursor.expect_name("a value or an attribute", taken_names=attrs)
                 cursor.expect("mark", "=")
                 attrs[name] = _parse_attribute(cursor)
             if not cursor.accept(","):

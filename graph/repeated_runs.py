@@ -49,10 +49,12 @@ class RepeatedRuns:
     count: int
     carried_positions: frozenset[int]
 
-    def repetition_of(self, number: int) -> int:
-        """Return the repetition of node `number`: `PREAMBLE` before all repetitions, and `count` after all of them."""
+    def repetition_of(self, node_number: int) -> int:
+        """Return the repetition of a node by its number: `PREAMBLE` before all repetitions, and `count` after all of them."""
         return (
-            min(max((number - self.start) // self.length, PREAMBLE), self.count) if number >= self.start else PREAMBLE
+            min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
+            if node_number >= self.start
+            else PREAMBLE
         )
 
     def first_node_of(self, repetition: int) -> int:
@@ -73,12 +75,12 @@ class RepeatedRuns:
         """
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
-    def position_if_carried(self, number: int, reader: int) -> int | None:
-        """Find the position of a carried value: node `number` as an operand of repetition `reader`.
+    def position_if_carried(self, node_number: int, reader_repetition: int) -> int | None:
+        """Find the position of a carried value, which a node has as an operand of repetition `reader_repetition`.
 
         The result is None if the node is not one of the carried values of the previous repetition.
         """
-        position = number - self.first_node_of(reader - 1)
+        position = node_number - self.first_node_of(reader_repetition - 1)
         return position if 0 <= position < self.length and position in self.carried_positions else None
 
 

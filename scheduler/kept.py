@@ -125,12 +125,12 @@ def _name_programs(plan: Plan, file: Path) -> Plan:
     return replace(plan, lanes=tuple(device_plans))
 
 
-def _is_plan_cacheable(graph: Graph, asked: Devices) -> bool:
+def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
     """Return whether the plan may be cached: it depends only on the source of hocket, the devices and the options.
 
     Backends and ops from outside hocket are not cacheable.
     """
-    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in asked) and all(
+    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in group) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
     )
 
@@ -139,17 +139,22 @@ def _is_builtin_backend(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
 
 
-def _build_layout_key(like: Plan) -> object:
+def _build_layout_key(earlier_plan: Plan) -> object:
     """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
-    return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
+    return (
+        [*earlier_plan.leaves.items()],
+        sorted(earlier_plan.cuts),
+        earlier_plan.shares,
+        [v.node.name for v in earlier_plan.graph.states],
+    )
 
 
-def _build_workload_key(use: Workload) -> object:
+def _build_workload_key(workload: Workload) -> object:
     """Build the cache key of a workload, with its graphs: workloads of equal text may have different graphs."""
     return (
-        str(use),
-        use.chunk_sizes,
-        [graph.digest() for graph in (use.build_graph(use.sequence_count, 1), use.balanced_graph)],
+        str(workload),
+        workload.chunk_sizes,
+        [graph.digest() for graph in (workload.build_graph(workload.sequence_count, 1), workload.balanced_graph)],
     )
 
 
@@ -172,9 +177,9 @@ def _list_planner_sources() -> list[tuple[str, int, int]]:
 # ----------------------------------------------------------------------------------------------------------- as data
 
 
-def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
+def _serialise_plan(plan: Plan, group: Devices) -> bytes:
     """Return a plan as JSON bytes for the cache; a device graph that equals the graph of the user is omitted."""
-    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
+    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
     first_equal = find_first_devices_with_same_program(plan.lanes)
     document = {
         "lanes": [

@@ -160,14 +160,14 @@ class InstructionCosts:
 
 
 def compute_instruction_costs(
-    device_plans: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
+    device_plans: Sequence[Lane], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
 ) -> list[InstructionCosts]:
     """Compute the predicted instruction costs of each device; devices with equal programs share one object.
 
     Args:
         device_plans: The device plans.
         speeds: The speeds of each device.
-        whole: Bytes of each weight and state before sharding, by name.
+        unsharded_bytes: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
     counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
@@ -180,7 +180,9 @@ def compute_instruction_costs(
         key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
         if key not in uses:
             uses[key] = device_plan.kernel_use()
-        prices.append(InstructionCosts(device_plan, speeds[number], whole, counts, number, groups[number], uses[key]))
+        prices.append(
+            InstructionCosts(device_plan, speeds[number], unsharded_bytes, counts, number, groups[number], uses[key])
+        )
     return prices
 
 

@@ -24,17 +24,17 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e3:.3g} s"
 
 
-def format_table(rows: Sequence[Sequence[str]], right: str) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]], alignments: str) -> list[str]:
     """Format the rows of a table as lines with aligned columns.
 
     Args:
         rows: The cells of each row.
-        right: One letter for each column: ``r`` aligns to the right, ``l`` to the left.
+        alignments: One letter for each column: ``r`` aligns to the right, ``l`` to the left.
     """
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = zip(row, widths, right, strict=True)
+        cells = zip(row, widths, alignments, strict=True)
         lines.append("  ".join(t.rjust(w) if side == "r" else t.ljust(w) for t, w, side in cells).rstrip())
     return lines
 

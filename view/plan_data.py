@@ -168,7 +168,7 @@ class PlanData:
                 return self.node[name], True
         return None, True
 
-    def _blocks(self, origin: Sequence[int]) -> list[int]:
+    def _blocks(self, node_numbers: Sequence[int]) -> list[int]:
         """Assign a block of the graph to each instruction.
 
         Blocks follow each other. Consecutive instructions of an earlier block therefore count as the block around them.
@@ -177,7 +177,7 @@ class PlanData:
         decoder.
         """
         nodes, own = self.graph.graph.nodes, list[int]()
-        for node in origin:
+        for node in node_numbers:
             own.append(self.graph.block.get(nodes[node], own[-1] if own else 0) if node >= 0 else own[-1] if own else 0)
         first, last = {b: at for at, b in reversed([*enumerate(own)])}, {b: at for at, b in enumerate(own)}
         reached = list(accumulate(own, max))

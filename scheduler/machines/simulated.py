@@ -258,14 +258,15 @@ class SimulatedGroup:
                 )
 
 
-def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
+def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_speed: float) -> Mapping[str, float]:
     """Return the minimum speed of each op over several kinds of devices.
 
     Args:
         speeds: The predicted speeds by op, of each kind of device.
-        sheet: The speed of the slowest data sheet, which limits all speeds. A device without predicted speeds has it.
+        data_sheet_speed: The speed of the slowest data sheet, which limits all speeds. It is also the speed of a device
+            without predicted speeds.
     """
-    return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
+    return {op: min([data_sheet_speed, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
 def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: KernelSpeeds) -> str:

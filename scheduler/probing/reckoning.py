@@ -222,7 +222,7 @@ class SpeedFit:
         total = self.probe_seconds[name] if seconds is None else seconds
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
-    def compute_seconds_per_item(self, name: str, count: float, others: float) -> float:
+    def compute_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
         """Compute the seconds of one item, such as a FLOP or a byte, of the work that dominates a probe.
 
         At least a tenth of the seconds without launches count as the time of these items.
@@ -230,9 +230,9 @@ class SpeedFit:
         Args:
             name: Name of the probe.
             count: Number of items.
-            others: Seconds of the other work of the probe, launches excluded.
+            other_seconds: Seconds of the other work of the probe, launches excluded.
         """
-        return max(self.subtract_launch_seconds(name) - others, self.subtract_launch_seconds(name) / 10) / count
+        return max(self.subtract_launch_seconds(name) - other_seconds, self.subtract_launch_seconds(name) / 10) / count
 
     def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
         """Compute the seconds in which a matrix-vector probe reads one byte of weights of dtype `kind`."""

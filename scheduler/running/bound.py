@@ -110,11 +110,11 @@ class BoundPlan:
                 "run", f"inputs {check:08x}", "run the same inputs on all ranks", MAX_RANK_WAIT_SECONDS
             )
 
-    def write_inputs(self, arrays: Mapping[str, Array], inlets: Iterable[InputSlots]) -> None:
+    def write_inputs(self, arrays: Mapping[str, Array], input_slots: Iterable[InputSlots]) -> None:
         """Write the inputs of a run to the input slots of the programs."""
-        for inlet in inlets:
-            inlet.write_arrays(
-                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in inlet.stored_inputs]
+        for slots in input_slots:
+            slots.write_arrays(
+                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]
             )
 
     def _as_stored_array(self, name: str, array: Array, dtype: DType) -> Array:
@@ -243,13 +243,13 @@ class BoundPlan:
         self.compile_program(number, program, SingleDeviceComm())()
 
 
-def find_finished_instructions(error: BaseException | None, whole: int) -> int | frozenset[int] | None:
+def find_finished_instructions(error: BaseException | None, instruction_count: int) -> int | frozenset[int] | None:
     """Find the instructions that a device finished in a run: their number, their positions, or None if unknown.
 
     Args:
         error: The error with which the run ended, if any.
-        whole: Number of instructions of the program.
+        instruction_count: Number of instructions of the program.
     """
     if error is None:
-        return whole
+        return instruction_count
     return error.finished_instructions if isinstance(error, StepError) else None

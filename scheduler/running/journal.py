@@ -42,12 +42,12 @@ class Journal:
         """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
-    def behind(self, earlier: Iterable[Journal]) -> frozenset[str]:
-        """List the states that the rollback of the `earlier` runs restores completely.
+    def behind(self, earlier_logs: Iterable[Journal]) -> frozenset[str]:
+        """List the states that the rollback of earlier runs restores completely, by the undo logs of these runs.
 
         This run saves nothing for these states. The list is empty if the rollback of one state reads another state.
         """
-        before = [*earlier]
+        before = [*earlier_logs]
         if self._is_crossed or any(journal._is_crossed for journal in before):
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))

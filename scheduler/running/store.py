@@ -268,7 +268,7 @@ class _DeviceBuffers:
         declared_buffer: BufferSpec,
         data: Callable[[], Array],
         release: Callable[[], object],
-        place: PackedFileKey | None = None,
+        packed_file_key: PackedFileKey | None = None,
     ) -> Callable[[], bytes]:
         """Load a weight into a buffer of the device, and return a function that computes the digest of its bytes.
 
@@ -276,7 +276,7 @@ class _DeviceBuffers:
             declared_buffer: The name and the declared spec of the weight.
             data: Reads the weight, unless a packed file has it.
             release: Called after each loaded piece.
-            place: The packed file, if any.
+            packed_file_key: The packed file, if any.
         """
         assert declared_buffer.declared_spec is not None
         stored = self.backend.storage_spec(declared_buffer.declared_spec, declared_buffer.kind)
@@ -288,24 +288,26 @@ class _DeviceBuffers:
             if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
             else None
         )
-        if place is None or packing is None:
+        if packed_file_key is None or packing is None:
             buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
             self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
             self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
             return lambda: compute_digest(part, release)
-        mapped_weight = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
+        mapped_weight = packed_file_key.packed_files.map_existing_file(
+            packed_file_key.origin, packing, packed_file_key.share_text, spec.nbytes
+        )
         if mapped_weight is None:
             packed, part = self.backend.alloc(spec.nbytes, self.device), data()
             self._load_in_slices(packed, declared_buffer.declared_spec, part, release)
-            mapped_weight = place.packed_files.write_and_map(
-                place.origin, packing, place.share_text, packed, compute_digest(part, release)
+            mapped_weight = packed_file_key.packed_files.write_and_map(
+                packed_file_key.origin, packing, packed_file_key.share_text, packed, compute_digest(part, release)
             )
         buffer, digest = mapped_weight
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
     def share_weight(
-        self, declared_buffer: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+        self, declared_buffer: BufferSpec, data: Callable[[], Array], part_key: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
         """Bind a weight to memory that is shared with other stores, and return a function that computes its digest.
 
@@ -320,7 +322,7 @@ class _DeviceBuffers:
             buffer = self.backend.as_buffer(data(), declared)
         if buffer is None:
             buffer = copies.load_copy(
-                (type(self.backend), self.device, declared, stored, share),
+                (type(self.backend), self.device, declared, stored, part_key),
                 lambda: self.backend.alloc(spec.nbytes, self.device),
                 lambda copy: self._load_in_slices(copy, declared, data(), lambda: None),
             )
@@ -406,11 +408,11 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
     return ""
 
 
-def _as_file_array(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
+def _as_file_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
     """Return the weight data of a caller as an array in the file format: numbers, or block bytes if quantised."""
     if spec.dtype.is_quantised:
-        return as_block_bytes(what, data, spec)
-    array = as_array_for_spec(what, data, spec)
+        return as_block_bytes(subject, data, spec)
+    array = as_array_for_spec(subject, data, spec)
     return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
 
 

@@ -27,7 +27,7 @@ class PathEntry:
     device: int | None
 
 
-def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
+def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
     """Find the critical path: timeline entries that follow each other without a gap from the start to the end of a run.
 
     The sum of their times is the time of the run (`stages.compute_last_end_seconds`). Entries that take no time are
@@ -47,7 +47,7 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
         if point not in ends or end > ends[point][0]:
             ends[point] = end, before
 
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(timeline):
         points = {d: (number, d if stage.op == COMPUTE else stage.sending_device) for d in stage.devices}
         waiting = [stage.sending_device] if stage.op == "send" else stage.devices
         for d in stage.devices:
@@ -63,5 +63,7 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
     while path[-1] != START_POINT:
         path.append(ends[path[-1]][1])
     path.reverse()
-    path_points = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
+    path_points = [
+        (timeline[number], d) for number, d in path if number >= 0 and d < devices and timeline[number].seconds
+    ]
     return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in path_points]

@@ -102,33 +102,39 @@ def find_imbalance(plan: Plan) -> WeightBalance | None:
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
-def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
+def _compute_unsharded_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
     """Return the stored bytes of an unsharded weight on the first device that has a part of it.
 
     Args:
         plan: The plan.
         leaf: The weight.
-        own: Bytes of the weight on each device. Without any, the result is 0.
+        bytes_by_device: Bytes of the weight on each device. Without any, the result is 0.
     """
-    device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
+    device_plan = next(
+        (device_plan for device_plan, nbytes in zip(plan.lanes, bytes_by_device, strict=True) if nbytes), None
+    )
     return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
 
-def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
+def _find_causes(
+    plan: Plan, fullest: int, stored_bytes: Mapping[str, int], excess_bytes: Mapping[str, float]
+) -> list[ImbalanceCause]:
     """List the causes of the excess of the fullest device, largest excess first.
 
     Args:
         plan: The plan.
         fullest: The number of the fullest device.
-        own: Stored bytes of each weight on this device.
-        over: Excess bytes of each weight on this device.
+        stored_bytes: Stored bytes of each weight on this device.
+        excess_bytes: Excess bytes of each weight on this device.
     """
     reasons = _ImbalanceReasons(plan, fullest)
     grouped: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(over, key=lambda name: -own.get(name, 0)):
+    for name in sorted(excess_bytes, key=lambda name: -stored_bytes.get(name, 0)):
         grouped[reasons.explain_weight(name)].append(name)
     causes = [
-        ImbalanceCause(tuple(names), sum(own.get(n, 0) for n in names), sum(over[n] for n in names), why)
+        ImbalanceCause(
+            tuple(names), sum(stored_bytes.get(n, 0) for n in names), sum(excess_bytes[n] for n in names), why
+        )
         for why, names in grouped.items()
     ]
     return sorted(causes, key=lambda cause: -cause.excess_bytes)

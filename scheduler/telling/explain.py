@@ -219,20 +219,20 @@ def format_timeline_table(plan: Plan) -> list[str]:
     return lines
 
 
-def _format_timeline_row(plan: Plan, number: int, stage: TimelineEntry, because: str) -> tuple[str, ...]:
-    """Format one timeline entry as a table row; `because` is its reason."""
-    where = format_devices([str(plan.lanes[d].device) for d in stage.devices])
-    if stage.op == "send":
+def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: str) -> tuple[str, ...]:
+    """Format one timeline entry and its reason as a table row."""
+    where = format_devices([str(plan.lanes[d].device) for d in entry.devices])
+    if entry.op == "send":
         where = " -> ".join(
-            str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.sending_device)
+            str(plan.lanes[d].device) for d in sorted(entry.devices, key=lambda d: d != entry.sending_device)
         )
-    if stage.op != COMPUTE:
-        where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
-    reads, moved = (format_bytes(n) if n else "-" for n in (stage.bytes_read, stage.bytes_sent))
-    uncut = "-" if stage.unsharded_seconds is None else format_seconds(stage.unsharded_seconds)
-    if stage.is_overlapped:
-        because = f"beside the meeting before it; {because}"
-    return str(number), where, str(stage.instruction_count), reads, moved, format_seconds(stage.seconds), uncut, because
+    if entry.op != COMPUTE:
+        where = f"{'copy' if entry.op == 'send' else entry.op} {where}"
+    reads, moved = (format_bytes(n) if n else "-" for n in (entry.bytes_read, entry.bytes_sent))
+    uncut = "-" if entry.unsharded_seconds is None else format_seconds(entry.unsharded_seconds)
+    if entry.is_overlapped:
+        reason = f"beside the meeting before it; {reason}"
+    return str(number), where, str(entry.instruction_count), reads, moved, format_seconds(entry.seconds), uncut, reason
 
 
 def _make_row_key(row: tuple[str, ...]) -> tuple[str, ...]:
@@ -250,30 +250,30 @@ class TimelineReasons:
             name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()
         }
 
-    def explain_entry(self, stage: TimelineEntry) -> str:
+    def explain_entry(self, entry: TimelineEntry) -> str:
         """Explain one timeline entry: return the reason for its devices or for its collective."""
-        nodes = self._list_nodes(stage)
-        if stage.op == COMPUTE:
-            return self._explain_work(nodes, stage.devices)
-        return self._explain_collective(self.plan.lanes[stage.sending_device], stage, nodes[0])
+        nodes = self._list_nodes(entry)
+        if entry.op == COMPUTE:
+            return self._explain_work(nodes, entry.devices)
+        return self._explain_collective(self.plan.lanes[entry.sending_device], entry, nodes[0])
 
-    def select_hints(self, stage: TimelineEntry, advice: Mapping[str, PlacementHint]) -> list[PlacementHint]:
+    def select_hints(self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]) -> list[PlacementHint]:
         """Select the placement hints about weights that a timeline entry reads.
 
         Args:
-            stage: The timeline entry.
-            advice: The placement hints of the plan by weight.
+            entry: The timeline entry.
+            hints_by_weight: The placement hints of the plan by weight.
         """
         read = (
-            (find_viewed_node(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+            (find_viewed_node(s).name for n in self._list_nodes(entry) for s in n.inputs) if entry.op == COMPUTE else ()
         )
-        return list(dict.fromkeys(advice[name] for name in read if name in advice))
+        return list(dict.fromkeys(hints_by_weight[name] for name in read if name in hints_by_weight))
 
-    def _list_nodes(self, stage: TimelineEntry) -> list[Node]:
+    def _list_nodes(self, entry: TimelineEntry) -> list[Node]:
         """List the nodes that a timeline entry computes, in the graph of its first device."""
-        device_plan = self.plan.lanes[stage.sending_device]
+        device_plan = self.plan.lanes[entry.sending_device]
         instructions = device_plan.program.instructions[
-            stage.first_instruction : stage.first_instruction + stage.instruction_count
+            entry.first_instruction : entry.first_instruction + entry.instruction_count
         ]
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
@@ -312,10 +312,10 @@ class TimelineReasons:
                 return f"{format_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
-    def _explain_collective(self, device_plan: Lane, stage: TimelineEntry, node: Node) -> str:
+    def _explain_collective(self, device_plan: Lane, entry: TimelineEntry, node: Node) -> str:
         """Explain a collective or a message by the value that it exchanges."""
-        if stage.op == "send":
-            to = self.plan.lanes[next(d for d in stage.devices if d != stage.sending_device)].device
+        if entry.op == "send":
+            to = self.plan.lanes[next(d for d in entry.devices if d != entry.sending_device)].device
             return f"{format_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
         source = node.inputs[0]
         sharded_leaf = self._find_nearest_sharded_leaf(source.node)
@@ -324,22 +324,22 @@ class TimelineReasons:
             if sharded_leaf is None
             else f": %{sharded_leaf.label} is cut on axis {self._find_shard_axis(sharded_leaf)}"
         )
-        if stage.op == "all_gather":
+        if entry.op == "all_gather":
             return f"{format_value_name(source)} lies in shards and is read whole{because}"
-        whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
-        machines = self._describe_multi_machine_sum(device_plan, stage)
+        whose = ", of which each keeps its own rows" if entry.op == "reduce_scatter" else ""
+        machines = self._describe_multi_machine_sum(device_plan, entry)
         return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
-    def _describe_multi_machine_sum(self, device_plan: Lane, stage: TimelineEntry) -> str:
+    def _describe_multi_machine_sum(self, device_plan: Lane, entry: TimelineEntry) -> str:
         """Describe how a sum over several machines is computed, if it is first computed within each machine."""
         cost = self.plan.hardware.estimate_collective(
-            stage.op, count_collective_bytes(device_plan.program.instructions[stage.first_instruction]), stage.devices
+            entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
         )
         if not (cost.inside_machine_seconds and cost.across_machines_seconds):
             return ""
-        over = f"{cost.machine_count} x {len(stage.devices) // cost.machine_count}"
+        over = f"{cost.machine_count} x {len(entry.devices) // cost.machine_count}"
         inside, across = map(format_seconds, (cost.inside_machine_seconds, cost.across_machines_seconds))
-        return f"; {stage.op} over {over}: {inside} inside, {across} across"
+        return f"; {entry.op} over {over}: {inside} inside, {across} across"
 
     def _find_shard_axis(self, leaf: Node) -> int:
         """Return the axis along which a leaf is sharded."""

@@ -126,26 +126,28 @@ class _PlacementChange:
                 elsewhere.add(node)
         return elsewhere
 
-    def _estimate_extra_seconds(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
-        """Estimate the extra seconds of a run, at most, if device `to` alone computes `moved`.
+    def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
+        """Estimate the extra seconds of a run, at most, if the target device alone computes `moved`.
 
-        That device sends the values that other devices read, and the other devices skip all nodes in `elsewhere`. The
+        The target device sends the values that other devices read, and the other devices skip `skipped_nodes`. The
         result is None if other devices read a moved node that depends on computed values, or if a moved node reads a
         value that is not replicated.
         """
         seconds = 0.0
         fed: set[Node] = set()
-        for node in (n for n in self.plan.graph.nodes if n in elsewhere and not n.is_leaf and not op_of(n).is_view):
-            sources = {find_viewed_node(s) for s in node.inputs} - elsewhere
+        for node in (n for n in self.plan.graph.nodes if n in skipped_nodes and not n.is_leaf and not op_of(n).is_view):
+            sources = {find_viewed_node(s) for s in node.inputs} - skipped_nodes
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
             if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
                 fed.add(node)
-            is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
+            is_read = any(u not in skipped_nodes for v in node.results for u in self._list_computing_readers(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
             name = self.name_by_node[node]
-            _, launches = self.node_times[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.count_work(node), launches=launches)
+            _, launches = self.node_times[target_device].get(name, (0.0, 1.0))
+            seconds += self.plan.speeds[target_device].compute_seconds(
+                *self.work_counts.count_work(node), launches=launches
+            )
             seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
             seconds += (
                 self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0

@@ -84,7 +84,7 @@ def format_factors(factors: Factors) -> str:
 
 
 def _name_factors(factors: Factors) -> dict[Factor, str]:
-    """Assign letters to all factors of more than one index, in the order of the values."""
+    """Assign a symbol (one or more letters) to each factor of more than one index, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     symbols: dict[Factor, str] = {}
     for node in factors.graph.nodes:

@@ -189,15 +189,15 @@ def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | 
     return None
 
 
-def _format_collective_arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
+def _format_collective_arrows(calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
     """Format the arrows of one collective, from the sender or the last device to the devices that waited for it.
 
     Args:
-        came: For each device: its number, start, end, and whether it only sends.
+        calls: For each device: its number, start, end, and whether it only sends.
         numbers: Numbers for arrows.
     """
-    last = max(came, key=lambda one: (one[3], one[1]))
-    for device, start, end, _ in came:
+    last = max(calls, key=lambda one: (one[3], one[1]))
+    for device, start, end, _ in calls:
         if device == last[0]:
             continue
         arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM_THREAD}
