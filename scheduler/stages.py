@@ -4,7 +4,8 @@ A program of a model with a hundred layers has about a thousand instructions for
 hundred entries, which people can read.
 
 1. Predict the cost of each instruction (`compute_instruction_costs`).
-2. Split each program at its collectives (`_ProgramSpans`), and merge equal spans of several devices (`build_timeline`).
+2. Split each program at its collectives (`_SpansBetweenCollectives`), and merge equal spans of several devices
+   (`build_timeline`).
 3. Advance a clock for each device through the entries (`compute_device_end_seconds`).
 """
 
@@ -305,7 +306,7 @@ def _build_collective_entry(
 
 
 class _ProgramSpans:
-    """The compute spans of one program, which is split at its collectives, by collective number.
+    """The compute spans between the collectives of one program, by the number of the collective.
 
     `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
     overlaps with the collective, empty unless the backend can overlap. Each span comes with its ops as text; spans of

@@ -60,7 +60,7 @@ def count_pipeline_stages(plan: Plan) -> int:
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
-    """List the devices of each pipeline stage by number, in the order of the stages."""
+    """List the devices of each pipeline stage, in the order of the device numbers."""
     groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.lanes]))
     return [(number,) for number in range(len(plan.lanes))] if len(groups) == 1 else [*groups]
 
