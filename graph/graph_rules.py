@@ -1,4 +1,4 @@
-"""The rules of valid graphs. Each rule is a function that yields error messages; its docstring states the rule."""
+"""The rules of valid graphs: each rule is a function that yields an error message for each violation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GraphRule = Callable[[Graph], Iterator[str]]
 
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
-    """Inputs, weights, states and constants have distinct names, because names bind arrays to leaves."""
+    """Check that inputs, weights, states and constants have distinct names, because names bind arrays to leaves."""
     leaf_counts = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
     for name, leaf_count in leaf_counts.items():
         if not name:
@@ -27,14 +27,14 @@ def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
 
 
 def leaves_read_nothing(graph: Graph) -> Iterator[str]:
-    """A leaf has no operands and exactly one result."""
+    """Check that each leaf reads nothing: it has no operands and exactly one result."""
     for node in graph.nodes:
         if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
             yield f"{node!r}: a leaf has no operands and one result"
 
 
 def specs_are_legal(graph: Graph) -> Iterator[str]:
-    """The rank is at most 5, sizes are not negative, and rows of quantised values are complete blocks."""
+    """Check that all specs are legal: rank at most 5, sizes not negative, and quantised rows of complete blocks."""
     for node in graph.nodes:
         for spec in node.specs:
             if problem := check_spec(spec):
@@ -42,7 +42,7 @@ def specs_are_legal(graph: Graph) -> Iterator[str]:
 
 
 def references_exist(graph: Graph) -> Iterator[str]:
-    """Each value refers to an existing result of its node."""
+    """Check that each value refers to an existing result of its node."""
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
@@ -50,7 +50,7 @@ def references_exist(graph: Graph) -> Iterator[str]:
 
 
 def only_states_are_updated(graph: Graph) -> Iterator[str]:
-    """Only states are updated, and the new value has the shape and dtype of the state."""
+    """Check that only states are updated, and that each new value has the shape and dtype of its state."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
             kind = f"{indefinite_article(old.node.op)} {quote_word(old.node.op)}"
@@ -60,7 +60,7 @@ def only_states_are_updated(graph: Graph) -> Iterator[str]:
 
 
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
-    """Each constant holds as many bytes of data as its spec needs, in a dtype that NumPy has."""
+    """Check that each constant holds as many bytes of data as its spec needs, in a dtype that NumPy has."""
     for node in graph.nodes:
         if node.op != "constant" or any(map(check_spec, node.specs)):
             continue
@@ -74,7 +74,7 @@ def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
 
 
 def attributes_are_plain(graph: Graph) -> Iterator[str]:
-    """Each attribute is plain data: a 64-bit number, text, bytes, a `DType`, None, or a tuple of plain data."""
+    """Check that each attribute is plain data: a 64-bit number, text, bytes, a `DType`, None, or a tuple of them."""
     for node in graph.nodes:
         for name, value in node.attrs.items():
             if not _is_plain_attribute(value):
@@ -90,7 +90,7 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
 
 
 def sources_come_first(graph: Graph) -> Iterator[str]:
-    """Operands come before their users, and each output and update is a result of a node of the graph."""
+    """Check that operands come before their users, and that each output and update is a result of a node of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
         for source in node.inputs:
@@ -104,7 +104,7 @@ def sources_come_first(graph: Graph) -> Iterator[str]:
 
 
 def something_is_computed(graph: Graph) -> Iterator[str]:
-    """Each graph has at least one output or update."""
+    """Check that a graph has at least one output or update."""
     if not graph.outputs and not graph.updates:
         yield "the graph has neither outputs nor updates, so there is nothing to compute"
 

@@ -50,7 +50,7 @@ class RepeatedRuns:
     carried_positions: frozenset[int]
 
     def repetition_of(self, node_number: int) -> int:
-        """Return the repetition of a node by its number: `PREAMBLE` before all repetitions, `count` after all of them."""
+        """Return the repetition of a node number: `PREAMBLE` before all repetitions, and `count` after all of them."""
         return (
             min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
             if node_number >= self.start
