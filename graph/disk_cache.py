@@ -1,11 +1,12 @@
 """The disk cache: files that later processes read instead of making the same data again.
 
 1. The path of a file has a folder for the kind of data, and a digest of the key as its name (`make_cache_path`).
-2. Each file starts with a digest of its name and data. A file with a wrong digest counts as missing. In a mapped file
-   the digest is after the data and covers the name and a note, because a digest of the data would read the whole file.
-3. A file is written under another name and then renamed, so several processes may write it at the same time.
-4. If a folder cannot be written, or the disk is full, one warning is logged, and each process makes the data.
-5. The least recently used files of `EVICTED_KINDS` are deleted above `MAX_CACHE_BYTES`.
+2. Each file starts with a digest of its name and data. A file with a wrong digest counts as missing.
+3. In a mapped file, the digest is after the data and covers the name and a note. A digest of the data would read the
+   whole file.
+4. A file is written under another name and then renamed, so several processes may write it at the same time.
+5. If a folder cannot be written, or the disk is full, one warning is logged, and each process makes the data.
+6. The least recently used files of `EVICTED_KINDS` are deleted above `MAX_CACHE_BYTES`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
 
 
 def sources_come_first(graph: Graph) -> Iterator[str]:
-    """Check that operands come before their users, and that each output and update is a result of a node of the graph."""
+    """Check that operands come before their users, and that outputs and updates are results of nodes of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
         for source in node.inputs:
