@@ -134,7 +134,7 @@ def write_mappable(file: Path, data: memoryview, note: bytes, content_noun: str,
 
 @cache
 def evict_oldest_files(folder: Path, max_bytes: int) -> None:
-    """Delete the least recently used cache files until at most `max_bytes` bytes are left.
+    """Evict the oldest cache files: delete the least recently used ones until at most `max_bytes` bytes are left.
 
     A process calls this function once, at its first write, so its own files may exceed the limit. Other processes may
     delete and read at the same time. An open file stays readable, and a missing file is made again.
@@ -168,7 +168,7 @@ def _write_file(
 
 
 def _compute_digest(file: Path, data: bytes) -> bytes:
-    """Return the SHA-256 of the name and the data of a cache file; the name depends on the key of the data."""
+    """Compute the digest of a cache file: the SHA-256 of its name, which depends on the key, and its data."""
     from hashlib import sha256
 
     return sha256(file.name.encode() + b"\0" + data).digest()

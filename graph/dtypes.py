@@ -83,7 +83,7 @@ class DType(Enum, metaclass=DTypeMeta):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether several elements share one block, so that a single element has no address."""
+        """Whether the dtype is quantised: several elements share one block, so that a single element has no address."""
         return self.block > 1
 
     def bytes_of(self, count: int) -> int:

@@ -9,19 +9,19 @@ class HocketError(Exception):
 
 
 class GraphError(HocketError):
-    """A graph breaks a rule about shapes, dtypes, names, node order or state updates."""
+    """An error in a graph: it breaks a rule about shapes, dtypes, names, node order or state updates."""
 
 
 class PlanError(HocketError):
-    """A graph cannot be planned, an argument of planning or running is wrong, or a plan breaks a verifier rule."""
+    """An error of planning or running: a graph cannot be planned, an argument is wrong, or a plan is invalid."""
 
 
 class BackendError(HocketError):
-    """A device is missing, is out of memory, or failed in a kernel."""
+    """An error of a backend or a device: it is missing, is out of memory, or failed in a kernel."""
 
 
 class StepError(BackendError):
-    """One instruction of a device failed; the error names the node and the device.
+    """An error in one step of a device, which is one instruction; the message names the node and the device.
 
     Args:
         node: The name of the node that the instruction computes.

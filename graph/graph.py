@@ -58,7 +58,7 @@ class Graph:
         object.__setattr__(self, "nodes", topological_order(self.roots()))
 
     def roots(self) -> tuple[Value, ...]:
-        """Return the outputs, then the updated states, then the new values of these states."""
+        """Return the roots of the graph: the outputs, then the updated states, then the new values of these states."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
     @validate_arguments(GraphError, op=LEAF_KIND)
@@ -82,7 +82,7 @@ class Graph:
         return self.leaves("state")
 
     def users(self) -> dict[Value, list[Node]]:
-        """Return the nodes that read each value, in graph order."""
+        """Return the users of each value: the nodes that read the value, in graph order."""
         readers: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
         for node in self.nodes:
             for source in dict.fromkeys(node.inputs):
@@ -90,7 +90,7 @@ class Graph:
         return readers
 
     def digest(self) -> str:
-        """Return the SHA-256 of the graph structure; it covers the names of leaves and outputs, and no other names."""
+        """Return the digest of the graph: the SHA-256 of its structure and of the names of leaves and outputs."""
         import hashlib  # loads OpenSSL, which `import hocket` need not do
 
         number = {node: i for i, node in enumerate(self.nodes)}

@@ -49,7 +49,7 @@ class NodeBlock:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedGroup:
-    """Adjacent repetitions of one structure, such as the layers of a model.
+    """A group of adjacent repetitions of one structure, such as the layers of a model.
 
     ``repetitions[i]`` has the blocks and inner groups of repetition i.
     """
@@ -145,7 +145,7 @@ def find_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """The nodes between two split points of the order, their structural key, and the position of the first node."""
+    """A section of the node order: the nodes between two split points, their structural key, and the first position."""
 
     nodes: Sequence[Node]
     structure: object

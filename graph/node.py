@@ -69,7 +69,7 @@ class Node:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The operands, except omitted optional ones."""
+        """The inputs of the op: the operands without omitted optional ones."""
         for operand in self.src:
             if operand is None:
                 return tuple([s for s in self.src if s is not None])
@@ -77,7 +77,7 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the node is an input, a weight, a state or a constant."""
+        """Whether the node is a leaf: an input, a weight, a state or a constant."""
         return self.op in LEAF_OPS
 
     @property
@@ -142,7 +142,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes in NumPy order."""
+        """The shape: the sizes of the axes in NumPy order."""
         return self.spec.shape
 
     @property

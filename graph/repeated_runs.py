@@ -37,7 +37,7 @@ CHUNK_SUFFIX = re.compile(r"\.chunk\.\d+\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRuns:
-    """Adjacent repetitions of one layer in a graph: `count` repetitions of `length` nodes from node number `start` on.
+    """Repeated runs of nodes in a graph: `count` adjacent repetitions of `length` nodes from node number `start` on.
 
     A node reads values of its own repetition, of the preamble, and carried values of the previous repetition, at the
     positions `carried_positions`. For the first repetition, the last nodes of the preamble take these positions. Nodes
@@ -85,7 +85,7 @@ class RepeatedRuns:
 
 
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
-    """Find the adjacent repetitions with the most nodes, or None if a graph has no three repetitions."""
+    """Find repeated runs of nodes: the adjacent repetitions with the most nodes. Returns None for fewer than three."""
     kinds: dict[object, int] = {}
     nodes = order_with_state_updates(graph)
     keys = [kinds.setdefault((n.op, attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
@@ -133,12 +133,12 @@ def _find_longest_match(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
 
 
 def _pair_operands(reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield the node numbers of each operand of node `i` and of the same operand one period (`length` nodes) later.
+    """Pair each operand of node `i` with the same operand one period later, and yield the numbers of both nodes.
 
     Args:
         reads: The node number and the result index of each operand of each node.
         i: The number of the node.
-        length: The period.
+        length: The period, in nodes.
     """
     for operand, repeated in zip(reads[i], reads[i + length], strict=True):
         if operand is not None and repeated is not None:

@@ -45,7 +45,7 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The size: the number of elements."""
         return math.prod(self.shape)
 
     @property

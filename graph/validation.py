@@ -64,7 +64,7 @@ def instance_of(*types: type, description: str = "") -> ArgumentKind:
 
 
 def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the argument kind that accepts sequences with entries of kind `entry`, except text and bytes."""
+    """Return the argument kind that accepts lists and other sequences, except text and bytes, of kind `entry`."""
 
     def accepts(v: Any) -> bool:
         is_sequence = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # frequent types first

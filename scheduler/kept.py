@@ -1,7 +1,7 @@
 """The plan cache: a folder of verified plans, which a later process reads in a tenth of the time that planning takes.
 
-The key of an entry is a hash of everything on which a plan depends: the graph, the devices, the options, and the source
-files of the planner and the verifier. A damaged entry, or an entry of another key, is planned again.
+The key of an entry is a hash of everything on which a plan depends: graph, devices, options, and the source files of
+the planner and the verifier. A damaged entry, or an entry of another key, is planned again.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ class Shard:
     index_ranges: tuple[tuple[IndexRange, ...], ...]
 
     def count_entries(self, device: int) -> int:
-        """Return the number of entries along the sharded axis that `device` has."""
+        """Count the entries along the sharded axis that `device` has."""
         return sum(n for _, n in self.index_ranges[device])
 
     def count_entries_before(self, device: int, n: int) -> int:
-        """Return the number of entries that `device` has among the first `n` entries of the sharded axis."""
+        """Count the entries that `device` has before index `n` of the sharded axis."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:

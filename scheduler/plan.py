@@ -119,7 +119,10 @@ class Plan:
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:
-        """The backend and the device of each device plan, for further plans over the same weights and states."""
+        """The device group of the plan: the backend and the device of each device plan.
+
+        Further plans over the same weights and states need the same group.
+        """
         return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
 
     @property
@@ -129,7 +132,7 @@ class Plan:
 
     @cached_property
     def prices(self) -> tuple[InstructionCosts, ...]:
-        """The predicted instruction costs of one run, for each device.
+        """The prices of instructions: the predicted cost of each instruction in one run, for each device.
 
         If the devices work one after another, a device has its speeds while the other devices are idle.
         """
@@ -145,17 +148,17 @@ class Plan:
 
     @cached_property
     def together(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of pipelined runs, in which all devices work at the same time."""
+        """The timeline of pipelined runs, in which all devices work together, at the same time."""
         return tuple(build_timeline(self.lanes, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
     def stages(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of one run: compute spans and collectives, with their predicted seconds."""
+        """The stages of one run: a timeline of compute spans and collectives with their predicted seconds."""
         return tuple(build_timeline(self.lanes, self.prices))
 
     @cached_property
     def cost(self) -> Estimate:
-        """The predicted time of one run."""
+        """The cost of one run: its predicted time."""
         return estimate_run_time(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
@@ -163,7 +166,7 @@ class Plan:
         return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
 
     def flops(self) -> int:
-        """Return the number of floating-point operations of one run, as the unsharded graph needs on one device."""
+        """Return the FLOPs (floating-point operations) of one run of the unsharded graph on one device."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
@@ -171,7 +174,7 @@ class Plan:
         return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the device plans and layouts.
+        """Return the digest of the plan: the SHA-256 of the device plans and layouts.
 
         Ranks compare the digest: equal planning gives an equal digest.
         """
@@ -181,7 +184,7 @@ class Plan:
 
     @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
-        """Return the report of the plan: cost, considered alternatives, memory and timeline.
+        """Return a report that explains the plan: cost, considered alternatives, memory and timeline.
 
         Args:
             steps: Whether the report also has each instruction.

@@ -39,7 +39,7 @@ def to_dot(graph: Graph, *, folded: bool = True) -> str:
 
 
 class _DotWriter:
-    """Writes the Graphviz source of one graph.
+    """The writer of the DOT text (Graphviz source) of one graph.
 
     `drawn` maps a node of a later repetition to the node of the first repetition that is drawn instead.
     """

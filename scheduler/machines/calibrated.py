@@ -82,7 +82,7 @@ def find_local_speeds(group: Devices) -> Speeds | None:
 
 
 def describe_speed_source(hardware: Hardware) -> str:
-    """Describe the origin of the speeds of a plan; built-in speeds come with a hint how to measure."""
+    """Describe the source of the speeds of a plan; built-in speeds come with a hint how to measure."""
     return (
         f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN_SOURCE else hardware.source
     )

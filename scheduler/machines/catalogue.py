@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """The figures of one kind of device.
+    """The data sheet of one kind of device: speeds, memory, link and GPU architecture.
 
     Attributes:
         flops: Floating-point operations per second.
@@ -49,7 +49,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The known kinds of devices and links, by name."""
+    """A catalogue of the known kinds of devices and links, by name."""
 
     data_sheets: Mapping[str, DataSheet]
     links: Mapping[str, LinkSpeeds]

@@ -100,7 +100,7 @@ class Hardware:
 
     @property
     def solo_hardware(self) -> Hardware:
-        """The speeds of one device while the other devices are idle."""
+        """The hardware model of a solo device: its speeds while the other devices are idle."""
         if self.alone_flops == self.alone_bandwidth == 1.0:
             return self
         return replace(
@@ -119,7 +119,7 @@ class Hardware:
 
     @property
     def is_valid(self) -> bool:
-        """Whether every figure is finite and in its range.
+        """Whether all speeds are valid: every figure is finite and in its range.
 
         Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. A device is never slower
         while the others are idle, so `alone_flops` and `alone_bandwidth` are at least 1. `machine` is an integer of at
@@ -258,7 +258,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The predicted time of one run of a plan.
+    """The estimate of the time of one run of a plan.
 
     Attributes:
         compute: Seconds in kernels, on the slowest device.
@@ -274,12 +274,12 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """The predicted seconds of the run; seconds in which kernels and collectives overlap count once."""
+        """The total seconds of the run; seconds in which kernels and collectives overlap count once."""
         return self.compute + self.collectives - self.hidden
 
 
 def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
-    """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
+    """Compute the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
     In a ring of N devices, each device sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce
     consists of both, and sends twice the bytes. A message sends all bytes.
@@ -290,7 +290,7 @@ def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
 
 
 class WorkCounter:
-    """Counts the FLOPs and bytes of nodes, with a cache of equal nodes, because layers repeat."""
+    """A counter of the work of nodes, in FLOPs and bytes, with a cache of equal nodes, because layers repeat."""
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}
@@ -316,7 +316,7 @@ class WorkCounter:
 
 
 def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
-    """Return the bytes that one run of `graph` reads of each weight and state.
+    """Compute the bytes that one run of `graph` reads of each leaf that is a weight or a state.
 
     Only the selected rows of a table count, and only the experts that tokens use.
     """

@@ -47,12 +47,12 @@ class TableKey(NamedTuple):
 
 
 def _make_text_kind(description: str, pattern: str) -> ArgumentKind:
-    """Return the argument kind that accepts texts if the pattern, a regular expression, matches the whole text."""
+    """Make the argument kind that accepts texts if the pattern, a regular expression, matches the whole text."""
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
 def _make_choice_kind(names: Mapping[str, object]) -> ArgumentKind:
-    """Return the argument kind that accepts the keys of `names`."""
+    """Make the argument kind of a choice, which accepts the keys of `names`."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 

@@ -259,7 +259,7 @@ class SimulatedGroup:
 
 
 def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_speed: float) -> Mapping[str, float]:
-    """Return the minimum speed of each op over several kinds of devices.
+    """Compute the minimum speed of each op over several kinds of devices.
 
     Args:
         speeds: The predicted speeds by op, of each kind of device.

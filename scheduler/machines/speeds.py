@@ -124,7 +124,7 @@ class Speeds:
 
 
 def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """Return the harmonic mean of `speeds`, weighted by `amounts`: the total amount divided by the total seconds.
+    """Compute the mean speed as the harmonic mean of `speeds`, weighted by `amounts`: total amount / total seconds.
 
     An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.
     """

@@ -67,7 +67,7 @@ class ValueDifference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error exceeds the limit or is NaN."""
+        """Whether the value is wrong: the error exceeds the limit or is NaN."""
         return not self.error <= self.limit
 
     @property
@@ -287,7 +287,7 @@ def _split_into_portions(graph: Graph) -> list[list[str]]:
 
 
 def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest relative error of a row, and the index of the entry with the largest absolute difference.
+    """Compute the worst relative error of a row, and the index of the entry with the largest absolute difference.
 
     Equal infinities count as equal, and so does NaN in both arrays. NaN in only one array is an infinite difference.
     """

@@ -19,7 +19,7 @@ SUMMED_WIDTH, SHARDED_HIDDEN_WIDTH = 256, 512
 
 
 def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
-    """Build the probe of matrix-vector products: a chain of products with weights of `nbytes` bytes in all.
+    """Build the probe graph of matrix-vector products: a chain of products with weights of `nbytes` bytes in all.
 
     The dtype of the weights is `kind`. There is at least one weight.
     """
@@ -48,7 +48,7 @@ def build_activation_graph() -> Graph:
 
 
 def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
-    """Build the probe of matrix products: a chain of products with weights.
+    """Build the probe graph of matrix products: a chain of products with weights.
 
     Args:
         kind: Dtype of the weights.
@@ -62,7 +62,7 @@ def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
 
 
 def build_sharded_matmul_graph(hidden: int) -> Graph:
-    """Build the probe of collectives: pairs of matrix products that two devices shard over `hidden` elements.
+    """Build the probe graph of collectives: pairs of matrix products, sharded by two devices over `hidden` elements.
 
     The devices sum the results, as in the layers of a model. The probe uses sums, because plans have far more sums than
     messages. A message takes longer than a sum, because its receiver goes to sleep while it waits.

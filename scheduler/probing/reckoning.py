@@ -79,17 +79,17 @@ class SpeedFit:
 
     @property
     def seconds_per_unweighted_flop(self) -> float:
-        """The seconds of one FLOP in ops without weights."""
+        """The seconds per FLOP of ops without weights."""
         return self.seconds_per_unweighted_flop_and_activation_byte[0]
 
     @property
     def seconds_per_activation_byte(self) -> float:
-        """The seconds to read or write one byte of activations."""
+        """The seconds per byte of activations that is read or written."""
         return self.seconds_per_unweighted_flop_and_activation_byte[1]
 
     @cached_property
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
-        """The seconds of one FLOP without weights, and of one byte of activations, solved from two probes."""
+        """The seconds per FLOP without weights, and the seconds per byte of activations, solved from two probes."""
         names = ("attention", "values")
         return _solve_for_two_unit_seconds(
             [
@@ -100,13 +100,13 @@ class SpeedFit:
 
     @property
     def seconds_per_recurrent_flop(self) -> float:
-        """The seconds of one FLOP in a recurrence, with operands in caches."""
+        """The seconds per FLOP of a recurrent op, with operands in caches."""
         work = self.work_by_probe["recurrence"]
         return self.compute_seconds_per_item("recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte)
 
     @property
     def seconds_per_state_byte(self) -> float:
-        """The seconds to read one byte of a state."""
+        """The seconds per byte of a state that is read."""
         work = self.work_by_probe["states"]
         return self.compute_seconds_per_item(
             "states",
@@ -223,7 +223,7 @@ class SpeedFit:
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
     def compute_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
-        """Compute the seconds of one item, such as a FLOP or a byte, of the work that dominates a probe.
+        """Compute the seconds per item, such as a FLOP or a byte, of the dominant work of a probe.
 
         At least a tenth of the seconds without launches count as the time of these items.
 

@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 
 
 class PointToPointGroup(Protocol):
-    """A communicator group for messages from device to device, in one process or between several."""
+    """A communicator group for point-to-point messages between devices, in one process or between several."""
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...

@@ -104,7 +104,10 @@ class LoadedWeightDigests:
         known[number] = digest().hex() if like is None else known[like]
 
     def require_equal_digests(self) -> None:
-        """Require that all ranks loaded the same bytes as rank 0; raise `RanksError` on every rank otherwise."""
+        """Require that all ranks have equal digests of the same bytes; raise `RanksError` on every rank otherwise.
+
+        A rank is compared with rank 0.
+        """
         if not self._checked_ranks or self._world.size == 1:
             return
         digests_of_rank = [

@@ -42,7 +42,7 @@ TRANSFER_DTYPE_KIND = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DTy
 
 
 class Executor:
-    """A plan bound to its memory and ready to run.
+    """The executor of one plan, which is bound to its memory and ready to run.
 
     If a device fails, all devices stop, and the states are restored to their values before the run. The error names
     the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
@@ -165,9 +165,9 @@ class Executor:
         self._bound_plan.require_equal_inputs([arrays])
 
     def replay(self) -> None:
-        """Run the programs again on the bound inputs; an interrupt waits for the end of the run.
+        """Replay the programs on the bound inputs, without new inputs or returned outputs.
 
-        Raises `BackendError` if a device fails.
+        An interrupt waits for the end of the run. Raises `BackendError` if a device fails.
         """
         with self._device_lock:
             self._run_or_trace(self._program_runners)

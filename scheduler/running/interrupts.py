@@ -39,7 +39,7 @@ class DeferredInterrupts:
 
     @property
     def is_interrupt_pending(self) -> bool:
-        """Whether a SIGINT is waiting and will raise KeyboardInterrupt, so that the rest of the block is not needed."""
+        """Whether an interrupt (SIGINT) is pending and will raise KeyboardInterrupt, so that work may be skipped."""
         keeper = self._outer_context or self
         return keeper._pending_signal is not None and keeper._previous_handler is signal.default_int_handler
 

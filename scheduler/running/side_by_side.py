@@ -11,7 +11,7 @@ from ...graph.errors import BackendError, StepError
 
 
 class Rendezvous(Protocol):
-    """The object through which the threads of the devices communicate, and which can wake all of them."""
+    """A rendezvous of device threads: an object through which they communicate, and which can wake all of them."""
 
     def abort(self, why: str) -> None:
         """Abort the run: wake all waiting threads with an error, because a device failed."""

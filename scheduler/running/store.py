@@ -37,12 +37,12 @@ PART_ALIGNMENT = 16
 
 
 class Store:
-    """The weights and states of a group of devices, shared by all plans on these devices; states begin as zeros.
+    """A store of the weights and states on a group of devices, shared by all plans on these devices.
 
-    With several processes, a store has the devices of its own process ``world.rank``; all processes make the same
-    calls in the same order. `nread` is the number of weight bytes that these devices have received. Packed weights
-    are written to the files `packed`, if given, and are mapped from there the next time. Raises `BackendError` if
-    device memory is full, and `PlanError` for a device of a missing process.
+    States begin as zeros. With several processes, a store has the devices of its own process ``world.rank``; all
+    processes make the same calls in the same order. `nread` is the number of weight bytes that these devices have
+    received. Packed weights are written to the files `packed`, if given, and are mapped from there the next time.
+    Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
     """
 
     @validate_arguments(PlanError, group=DEVICES_KIND)
@@ -122,7 +122,7 @@ class Store:
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
     def beside(self) -> Store:
-        """Return a new store with the same weights and with its own states and arena."""
+        """Return a second store for the same devices, with the same weights and with its own states and arena."""
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
@@ -134,9 +134,9 @@ class Store:
         return other
 
     def in_turn(self) -> Store:
-        """Return a store like `beside`, with its own states, that also shares the arena of this store.
+        """Return a second store for plans that run in turn with plans of this one, with the same weights and arena.
 
-        Plans on the two stores must not run at the same time.
+        The second store has its own states. Plans on the two stores must not run at the same time.
         """
         other = self.beside()
         for number, mine in self._device_buffers.items():
