@@ -300,7 +300,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Explain unsharded work: a compute span without sharded weights, but perhaps with a part of a replicated one."""
+        """Explain unsharded work: a compute span without sharded weights. It may read a part of a replicated weight."""
         read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
