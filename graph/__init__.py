@@ -1,4 +1,4 @@
-"""Graphs: dtypes, values, nodes, verification, rewriting and text. No op is known by name."""
+"""Compute graphs: dtypes, values, nodes, checks, rewriting, and graph text. No module of this folder knows an op."""
 
 from .attrs import Attr as Attr
 from .attrs import Attrs as Attrs

@@ -1,4 +1,4 @@
-"""Checks of the arrays that callers bind to leaves."""
+"""Checks of the arrays that callers bind to inputs, weights and states of a graph."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NUMBERS, INTEGERS = "biuf", "iu"
 
 
 def as_number_array(subject: str, data: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
-    """Return `data` as an array of real numbers.
+    """Return `data` as a NumPy array of real numbers, or raise `error`.
 
     Args:
-        subject: The name of the array at the start of a message.
+        subject: The name of the array at the start of an error message.
         data: The numbers.
         error: The class of the error.
 
     Raises:
-        HocketError: `data` holds other things than real numbers; the class is `error`.
+        HocketError: `data` has entries that are not real numbers; the class is `error`.
     """
     try:
         array = np.asarray(data)
@@ -38,19 +38,19 @@ def as_number_array(subject: str, data: npt.ArrayLike, error: type[HocketError] 
 def as_array_for_spec(
     subject: str, data: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError
 ) -> npt.NDArray[Any]:
-    """Return `data` as an array with the shape of `spec` and numbers that its dtype can hold.
+    """Return `data` as an array with the shape of `spec` and with numbers that the dtype of `spec` can hold.
 
-    The dtype of the array stays. An array that fits already takes a microsecond.
+    The array keeps its own dtype. A call takes one microsecond for an array that fits.
 
     Args:
-        subject: The name of the array at the start of a message.
-        data: The numbers; for bf16 also its bits as uint16.
+        subject: The name of the array at the start of an error message.
+        data: The numbers. The bits of bf16 numbers as uint16 are allowed too.
         spec: The shape and the dtype of the leaf.
         error: The class of the error.
 
     Raises:
-        HocketError: The shape differs, a float is no integer as needed, or an integer does not fit; the class is
-            `error`.
+        HocketError: The shape differs, a number is not an integer, or an integer does not fit into the dtype. The class
+            is `error`.
     """
     if type(data) is np.ndarray and data.shape == spec.shape and data.dtype is spec.dtype.storage:
         return data
@@ -69,10 +69,10 @@ def as_array_for_spec(
 
 
 def as_block_bytes(subject: str, data: npt.ArrayLike, spec: Spec) -> npt.NDArray[Any]:
-    """Return `data` as the block bytes of a quantised value, uint8 ``[..., bytes of a row]``.
+    """Return `data` as the bytes of the quantisation blocks of a value: uint8 ``[..., bytes of a row]``.
 
     Raises:
-        PlanError: The dtype has more than one byte, or the number of bytes differs from `spec`.
+        PlanError: An element of `data` has more than one byte, or the number of bytes differs from `spec`.
     """
     array = as_number_array(subject, data)
     if array.dtype.kind not in INTEGERS or array.dtype.itemsize != 1 or array.nbytes != spec.nbytes:

@@ -1,4 +1,4 @@
-"""Attributes of nodes, and the text of names and attributes."""
+"""Attributes of nodes: keys for comparison, and the text of names and attributes in graph text."""
 
 from __future__ import annotations
 
@@ -22,30 +22,39 @@ MAX_DEPTH = 8
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
 _WITH_FLOATS = frozenset({float, tuple})
-"""Types of attributes with equal values that differ, such as 0.0 and -0.0."""
+"""Types of attributes that may contain floats, which compare equal although they differ, such as 0.0 and -0.0."""
 
 
 def attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:
-    """Return a hashable key that is equal for equal attributes only: 0.0 is not -0.0, and NaN is itself."""
+    """Return a hashable key of attributes; keys are equal only for identical attributes.
+
+    The key distinguishes 0.0 from -0.0, and NaN equals NaN.
+    """
     return tuple([(name, repr(value) if type(value) in _WITH_FLOATS else value) for name, value in attrs.items()])
 
 
 def quote_node_name(name: str) -> str:
-    """Return the text of a node name after ``%``, in quotes unless plain. Plain numbers stand for unnamed nodes."""
+    """Return the text of a node name after ``%``, as a JSON string unless the name is a plain word.
+
+    A name of digits is quoted, because plain numbers stand for unnamed nodes.
+    """
     return name if _PLAIN_NAME.fullmatch(name) and not name.isdecimal() else json.dumps(name)
 
 
 def quote_word(name: str) -> str:
-    """Return the text of the name of an op, attribute or output, in quotes unless it is one word."""
+    """Return the name of an op, attribute or output as graph text, as a JSON string unless it is a plain word."""
     return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
 MAX_PLAIN_FLOAT_CHARACTERS = 12
-"""Floats with more characters are written as a float32 if that text is exact and shorter."""
+"""The largest number of characters of a float. A longer float is written as a float32 if that is exact and shorter."""
 
 
 def _format_float(value: float) -> str:
-    """Return the shortest exact text of a float; ``1e-05f`` is a float32, as most numbers of models are."""
+    """Return the shortest text that reads back as the same float.
+
+    The suffix ``f`` marks a float32, such as ``1e-05f``: most numbers of models are rounded to float32.
+    """
     text = repr(value)
     with np.errstate(over="ignore"):
         single = np.float32(value)
@@ -54,7 +63,7 @@ def _format_float(value: float) -> str:
 
 
 def format_attribute(value: Attr) -> str:
-    """Return the text of one attribute in a dump."""
+    """Return the value of one attribute as graph text, which the parser reads back."""
     match value:
         case None:
             return "none"

@@ -15,7 +15,7 @@ from .validation import did_you_mean, format_value
 
 
 class DTypeMeta(EnumType):
-    """The metaclass that parses the argument of ``DType("f32")``, which may also be a NumPy dtype."""
+    """The metaclass of `DType`, which lets ``DType(...)`` accept a name such as ``"f32"`` or a NumPy dtype."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
@@ -24,10 +24,10 @@ class DTypeMeta(EnumType):
 
 
 class DType(Enum, metaclass=DTypeMeta):
-    """A GGML data type. `block` elements along the last axis occupy `block_bytes` bytes.
+    """A GGML data type. Its blocks of `block` elements along the last axis occupy `block_bytes` bytes each.
 
-    `storage` is the NumPy dtype of the memory: the same type if NumPy has it, ``uint16`` for the bits of ``bf16``, and
-    ``uint8`` for the blocks of a quantised type.
+    `storage` is the NumPy dtype of the memory. NumPy has no bf16 and no quantised types: ``uint16`` has the bits of
+    ``bf16``, and ``uint8`` has the bytes of quantised blocks.
     """
 
     F32 = ("f32", 0, 1, 4, "<f4")
@@ -83,21 +83,21 @@ class DType(Enum, metaclass=DTypeMeta):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether several elements share a block, so that a single element has no address."""
+        """Whether the dtype is quantised: several elements share one block, so that a single element has no address."""
         return self.block > 1
 
     def bytes_of(self, count: int) -> int:
-        """Return the bytes of `count` adjacent elements; `count` is a multiple of `block`."""
+        """Return the number of bytes of `count` adjacent elements; `count` is a multiple of `block`."""
         return count // self.block * self.block_bytes
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are real numbers stored one by one: f32, f16, bf16, f64."""
+        """Whether the elements are floating-point numbers outside blocks: f32, f16, bf16 or f64."""
         return self in FLOAT_DTYPES or self is DType.F64
 
     @property
     def is_integer(self) -> bool:
-        """Whether elements are signed integers: i8, i16, i32, i64."""
+        """Whether the elements are signed integers: i8, i16, i32 or i64."""
         return self in INTEGER_DTYPES
 
 
@@ -107,7 +107,7 @@ FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
 INTEGER_DTYPES = (DType.I8, DType.I16, DType.I32, DType.I64)
 QUANTISED_DTYPES = tuple(d for d in DType if d.is_quantised)
 STATE_DTYPES = (*FLOAT_DTYPES, DType.Q8_0, DType.Q4_0)
-"""The dtypes to which a run can round the rows that it writes into a state."""
+"""The dtypes of states into which a run can write rows; the rows are rounded to that dtype."""
 DTYPE_BY_NAME = {d.text: d for d in DType}
 DTYPE_BY_GGML_NUMBER = {d.ggml: d for d in DType}
 DTYPE_BY_NUMPY_NAME = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {
@@ -118,7 +118,7 @@ DTypeLike: TypeAlias = "DType | str | np.dtype[Any] | type[np.generic]"
 
 
 def find_dtype(value: object) -> DType | None:
-    """Return the `DType` of a `DType`, a name or a NumPy type, or None for another value."""
+    """Return the `DType` for a `DType`, a name or a NumPy type, or None for any other value."""
     if isinstance(value, DType):
         return value
     if isinstance(value, np.dtype):
@@ -129,7 +129,7 @@ def find_dtype(value: object) -> DType | None:
 
 
 def parse_dtype(value: object) -> DType:
-    """Return the `DType` of a `DType`, a name or a NumPy type; raise `GraphError` for another value."""
+    """Return the `DType` for a `DType`, a name or a NumPy type; raise `GraphError` for any other value."""
     dtype = find_dtype(value)
     if dtype is not None:
         return dtype

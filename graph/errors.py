@@ -2,23 +2,26 @@
 
 
 class HocketError(Exception):
-    """The base of all errors that hocket raises on purpose. The message is one line: subject, value, need, remedy."""
+    """The base class of all errors that hocket raises on purpose.
+
+    The message is one line: the subject, the value that was found, the value that is needed, and a remedy.
+    """
 
 
 class GraphError(HocketError):
-    """A graph breaks a rule: shapes, dtypes, names, order, state updates."""
+    """An error in a graph: it breaks a rule about shapes, dtypes, names, node order or state updates."""
 
 
 class PlanError(HocketError):
-    """A graph cannot be planned, or a plan breaks a rule of its verifier."""
+    """An error of planning or running: a graph cannot be planned, an argument is wrong, or a plan is invalid."""
 
 
 class BackendError(HocketError):
-    """A device is missing, is out of memory, or has a kernel that failed."""
+    """An error of a backend or a device: it is missing, is out of memory, or failed in a kernel."""
 
 
 class StepError(BackendError):
-    """An instruction of a device failed.
+    """An error in one step of a device, which is one instruction; the message names the node and the device.
 
     Args:
         node: The name of the node that the instruction computes.

@@ -1,4 +1,4 @@
-"""Graphs as JSON and networkx graphs; `hocket.view.dot` writes DOT."""
+"""Export of graphs as JSON and as networkx graphs, and import of the JSON. `hocket.view.dot` writes DOT."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GRAPH_JSON_FORMAT = "hocket-graph-1"
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def to_json(graph: Graph) -> str:
-    """Return a graph as one JSON object, one node on each line; `from_json` reads it back.
+    """Return a graph as the text of one JSON object with one node on each line; `from_json` reads it.
 
-    References are pairs [node number, result number].
+    Operands are pairs [node number, result number].
     """
     number = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -51,7 +51,7 @@ def to_json(graph: Graph) -> str:
 
 @validate_arguments(GraphError, text=TEXT)
 def from_json(text: str) -> Graph:
-    """Return the graph that `to_json` wrote. Raises `GraphError` for other text."""
+    """Build the graph from the JSON text of `to_json`. Raises `GraphError` for any other text."""
     try:
         document = json.loads(text)
         if document["format"] != GRAPH_JSON_FORMAT:
@@ -139,9 +139,10 @@ def _attribute_from_json(value: Any, depth: int = 0) -> Attr:
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def to_networkx(graph: Graph) -> networkx.MultiDiGraph:
-    """Return a networkx multigraph of the nodes by printed name, with one edge for each operand.
+    """Return a graph as a networkx multigraph with one edge for each operand.
 
-    An edge has the position of the operand, the number of the result and the spec.
+    The key of a networkx node is its printed name. An edge has the position of the operand, the number of the
+    result, and the spec.
     """
     import networkx as nx
 

@@ -1,4 +1,4 @@
-"""A graph: all nodes that its outputs and state updates need, in one fixed order; and its text."""
+"""Graphs: all nodes that the outputs and state updates need, in a fixed order, and the text of a graph."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ UPDATES_KIND = mapping_of(VALUE_KIND, VALUE_KIND, "a mapping from states to thei
 @validate_constructor(GraphError, outputs=OUTPUTS_KIND, updates=UPDATES_KIND)
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Named outputs and state updates.
+    """A compute graph: named outputs and state updates, with all nodes that they need.
 
-    `nodes` holds each reachable node once, operands before users. The order depends on the outputs only, so that the
-    same model code gives the same order. `verify` checks the graph as a part of each plan.
+    `nodes` has each reachable node once, operands before users. The order depends only on the outputs and updates, so
+    the same model code gives the same order. Planning verifies the graph (`verify`).
 
     Args:
         outputs: The values that a run returns, by name.
@@ -58,7 +58,7 @@ class Graph:
         object.__setattr__(self, "nodes", topological_order(self.roots()))
 
     def roots(self) -> tuple[Value, ...]:
-        """Return the outputs, then the updated states, then their new values."""
+        """Return the roots of the graph: the outputs, then the updated states, then the new values of these states."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
     @validate_arguments(GraphError, op=LEAF_KIND)
@@ -68,21 +68,21 @@ class Graph:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The leaves that each run gets."""
+        """The input leaves, which get new arrays in each run."""
         return self.leaves("input")
 
     @property
     def weights(self) -> tuple[Value, ...]:
-        """The leaves that `hocket.load` gets."""
+        """The weight leaves, which `hocket.load` binds to arrays once."""
         return self.leaves("weight")
 
     @property
     def states(self) -> tuple[Value, ...]:
-        """The leaves that keep their content between runs."""
+        """The state leaves, which keep their content between runs."""
         return self.leaves("state")
 
     def users(self) -> dict[Value, list[Node]]:
-        """Return the nodes that read each value, in graph order."""
+        """Return the users of each value: the nodes that read the value, in graph order."""
         readers: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
         for node in self.nodes:
             for source in dict.fromkeys(node.inputs):
@@ -90,7 +90,7 @@ class Graph:
         return readers
 
     def digest(self) -> str:
-        """Return the SHA-256 of the structure, with the names of leaves and outputs only."""
+        """Return the digest of the graph: the SHA-256 of its structure and of the names of leaves and outputs."""
         import hashlib  # loads OpenSSL, which `import hocket` need not do
 
         number = {node: i for i, node in enumerate(self.nodes)}
@@ -110,13 +110,13 @@ class Graph:
 
     @validate_arguments(GraphError, title=TEXT)
     def view(self, *, title: str = "graph") -> Page:
-        """Return a page that shows the graph, verified or not."""
+        """Return an HTML page that shows the graph. The graph may be invalid."""
         from ..view import view_graph
 
         return view_graph(self, title=title)
 
     def _repr_html_(self) -> str:
-        """Return the HTML for a notebook."""
+        """Return the page of the graph as HTML for a notebook."""
         return self.view()._repr_html_()
 
     def __str__(self) -> str:
@@ -128,10 +128,11 @@ class Graph:
 
 
 def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
-    """Return all nodes that `roots` need, operands before users, in depth-first order.
+    """Return all nodes that `roots` need in depth-first order, operands before users.
 
     Raises:
-        GraphError: A node reads its own result, directly or indirectly. Only a changed frozen node can do so.
+        GraphError: A node reads its own result, directly or indirectly. This needs a node that was changed after its
+            creation.
     """
     order: dict[Node, None] = {}
     entered: set[Node] = set()
@@ -157,21 +158,23 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(order)
 
 
-def order_with_state_updates(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
-    """Return the nodes, operands before users.
+def order_with_state_updates(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
+    """Return all nodes, operands before users, with the nodes for state updates directly after their last operand.
 
-    Nodes that only a state update needs, and the nodes `sent`, follow their last operand directly.
+    Args:
+        graph: The graph.
+        early_nodes: Further nodes that directly follow their last operand, such as sends.
     """
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(topological_order(graph.outputs.values())):
         position[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in position or n in sent):
+    for at, node in enumerate(n for n in graph.nodes if n not in position or n in early_nodes):
         position[node] = (max((position[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     return tuple(sorted(graph.nodes, key=position.__getitem__))
 
 
 def assign_names(graph: Graph) -> dict[Node, str]:
-    """Return a distinct printed name for each node: its name, with ``~2`` if that is taken, or a number."""
+    """Assign a distinct printed name to each node: its name, its name with ``~2`` if that is taken, or a number."""
     names: dict[Node, str] = {}
     taken: set[str] = set()
     repeat_counts: Counter[str] = Counter()
@@ -191,11 +194,11 @@ def assign_names(graph: Graph) -> dict[Node, str]:
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def format_graph(graph: Graph, select_attributes: Callable[[Node], Attrs] | None = None) -> str:
-    """Return a graph as text, which `parse` reads.
+    """Return a graph as text with one node on each line, which `parse` reads.
 
     Args:
         graph: The graph.
-        select_attributes: Returns the attributes of a node to write; without it, all are written.
+        select_attributes: Returns the attributes of a node to write; by default, all are written.
     """
     names = assign_names(graph)
     lines = [

@@ -1,4 +1,4 @@
-"""The rules of graphs. Each rule is a function that yields messages, with the rule as its docstring."""
+"""The rules of valid graphs: each rule is a function that yields an error message for each violation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GraphRule = Callable[[Graph], Iterator[str]]
 
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
-    """Inputs, weights, states and constants have distinct names, because names bind arrays to leaves."""
+    """Check that inputs, weights, states and constants have distinct names, because names bind arrays to leaves."""
     leaf_counts = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
     for name, leaf_count in leaf_counts.items():
         if not name:
@@ -27,14 +27,14 @@ def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
 
 
 def leaves_read_nothing(graph: Graph) -> Iterator[str]:
-    """A leaf has no operands and one result."""
+    """Check that each leaf reads nothing: it has no operands and exactly one result."""
     for node in graph.nodes:
         if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
             yield f"{node!r}: a leaf has no operands and one result"
 
 
 def specs_are_legal(graph: Graph) -> Iterator[str]:
-    """The rank is at most 5, sizes are not negative, and rows of quantised values are complete blocks."""
+    """Check that all specs are legal: rank at most 5, sizes not negative, and quantised rows of complete blocks."""
     for node in graph.nodes:
         for spec in node.specs:
             if problem := check_spec(spec):
@@ -42,7 +42,7 @@ def specs_are_legal(graph: Graph) -> Iterator[str]:
 
 
 def references_exist(graph: Graph) -> Iterator[str]:
-    """A value refers to an existing result of its node."""
+    """Check that each value refers to an existing result of its node."""
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
@@ -50,7 +50,7 @@ def references_exist(graph: Graph) -> Iterator[str]:
 
 
 def only_states_are_updated(graph: Graph) -> Iterator[str]:
-    """Each update gives a state a new value of the same shape and dtype."""
+    """Check that only states are updated, and that each new value has the shape and dtype of its state."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
             kind = f"{indefinite_article(old.node.op)} {quote_word(old.node.op)}"
@@ -60,7 +60,7 @@ def only_states_are_updated(graph: Graph) -> Iterator[str]:
 
 
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
-    """A constant has a dtype of NumPy and as many bytes of data as its spec."""
+    """Check that each constant holds as many bytes of data as its spec needs, in a dtype that NumPy has."""
     for node in graph.nodes:
         if node.op != "constant" or any(map(check_spec, node.specs)):
             continue
@@ -74,7 +74,7 @@ def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
 
 
 def attributes_are_plain(graph: Graph) -> Iterator[str]:
-    """An attribute is a number of 64 bits, text, bytes, a DType, None, or a tuple of such attributes."""
+    """Check that each attribute is plain data: a 64-bit number, text, bytes, a `DType`, None, or a tuple of them."""
     for node in graph.nodes:
         for name, value in node.attrs.items():
             if not _is_plain_attribute(value):
@@ -90,7 +90,7 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
 
 
 def sources_come_first(graph: Graph) -> Iterator[str]:
-    """Operands, outputs and updates are results of earlier nodes of the graph."""
+    """Check that operands come before their users, and that outputs and updates are results of nodes of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
         for source in node.inputs:
@@ -104,7 +104,7 @@ def sources_come_first(graph: Graph) -> Iterator[str]:
 
 
 def something_is_computed(graph: Graph) -> Iterator[str]:
-    """A graph has an output or an update."""
+    """Check that a graph has at least one output or update."""
     if not graph.outputs and not graph.updates:
         yield "the graph has neither outputs nor updates, so there is nothing to compute"
 
@@ -124,7 +124,7 @@ REFERENCES = (sources_come_first, references_exist)
 
 
 def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
-    """Return a message for each broken rule of `graph`, in the order of `rules`."""
+    """Return an error message for each violation of a rule by `graph`, in the order of `rules`."""
     messages: list[str] = []
     for rule in rules:
         messages += rule(graph)
@@ -135,6 +135,6 @@ def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> lis
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> None:
-    """Raise `GraphError` with the first problem of `graph` and the number of further problems."""
+    """Verify that `graph` follows all rules; raise `GraphError` with the first violation and the count of others."""
     if messages := list_problems(graph, rules):
         raise GraphError(messages[0] + (f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""))

@@ -1,9 +1,10 @@
-"""Layer folding: a graph as blocks, with each repeated layer shown once.
+"""Layer folding: divide a graph into blocks of nodes, with each repeated layer as one group.
 
 Layers are found by structure, never by name:
 
 1. Order the nodes.
-2. Split the order where only one value crosses, such as the residual stream. Long-lived values do not count.
+2. Split the order into sections where only one value crosses, such as the residual stream. Long-lived values do not
+   count.
 3. Group adjacent sections of equal structure.
 4. Merge the other sections into blocks of at most `MAX_BLOCK_NODES` nodes, split where few values cross.
 
@@ -25,7 +26,7 @@ from .graph import Graph, topological_order
 from .node import Node, Value
 
 LONG_LIVED_SHARE = 0.4
-"""A value that crosses more than this share of all points is long-lived and does not join sections.
+"""A value that crosses more than this share of all points between nodes is long-lived and does not join sections.
 
 In a graph of two layers a residual sum crosses a third of the points, and a mask for both layers crosses half.
 """
@@ -41,14 +42,17 @@ Spans = dict[Value, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class NodeBlock:
-    """Adjacent computed nodes, without leaves."""
+    """Adjacent computed nodes of a graph, shown as one block; leaves are not included."""
 
     nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedGroup:
-    """Several adjacent repetitions of one structure; ``repetitions[i]`` has the items of repetition i."""
+    """A group of adjacent repetitions of one structure, such as the layers of a model.
+
+    ``repetitions[i]`` has the blocks and inner groups of repetition i.
+    """
 
     repetitions: tuple[tuple[Item, ...], ...]
 
@@ -57,7 +61,7 @@ Item = NodeBlock | RepeatedGroup
 
 
 def fold_layers(graph: Graph) -> tuple[Item, ...]:
-    """Return the computed nodes of `graph` as blocks and groups, operands before users."""
+    """Fold the repeated layers of `graph`: return its computed nodes as blocks and groups, operands before users."""
     nodes = _order_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     long_lived = _find_long_lived_values(nodes, spans)
@@ -72,7 +76,7 @@ def fold_layers(graph: Graph) -> tuple[Item, ...]:
 
 
 def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
-    """Yield all blocks in order, with the blocks of each repetition."""
+    """Yield the blocks of all items in order, including the blocks of every repetition of a group."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item
@@ -82,10 +86,10 @@ def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
 
 
 def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
-    """Return the computed nodes of each layer, in order.
+    """Find the layers of a graph, and return the computed nodes of each layer in order.
 
-    A layer is the shortest sequence of sections with repeated ops, or the sections between two such sequences. Sections
-    of one node do not count, because the last layer of a model may select rows in its middle.
+    A layer is the shortest sequence of sections with repeated ops. The sections between two layers are a layer too.
+    Sections of one node do not count, because the last layer of a model may select rows in its middle.
     """
     nodes = _order_for_folding(graph)
     spans = find_live_spans(graph, nodes)
@@ -102,9 +106,9 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
 
 
 def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
-    """Yield the sections of each layer: the innermost repetitions.
+    """Yield the sections of each layer, which is one repetition of the innermost repeated sequence.
 
-    A single section that occurs only twice is not a layer, because a decoder layer attends twice.
+    A single section that occurs only twice is not a layer, because a decoder layer may have two attentions.
     """
     unrepeated: list[Sequence[Node]] = []
     for start, length, count in find_repetitions([tuple(n.op for n in section) for section in sections]):
@@ -119,9 +123,10 @@ def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequ
 
 
 def find_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
-    """Yield `items` as triples (start, length, count): `count` adjacent repetitions of `length` items.
+    """Divide `items` into adjacent repetitions: yield triples (start, length, count) that cover all items.
 
-    Items without a repetition are triples with count 1.
+    A triple means that the `length` items from `start` on occur `count` times in a row. The count is 1 without a
+    repetition.
     """
     numbers: dict[object, int] = {}
     keys = [numbers.setdefault(item, len(numbers)) for item in items]
@@ -140,7 +145,7 @@ def find_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """The nodes between two split points, their structural key, and the position of the first node."""
+    """A section of the node order: the nodes between two split points, their structural key, and the first position."""
 
     nodes: Sequence[Node]
     structure: object
@@ -148,7 +153,7 @@ class _Section:
 
 
 def _order_for_folding(graph: Graph) -> list[Node]:
-    """Return the computed nodes, operands before users.
+    """Order the computed nodes for layer folding, operands before users.
 
     Nodes for long-lived values come first. A node that only a state update needs follows its last operand.
     """
@@ -158,7 +163,7 @@ def _order_for_folding(graph: Graph) -> list[Node]:
 
 
 def _place_operands_first(graph: Graph, early: Set[Node]) -> list[Node]:
-    """Return the computed nodes, operands before users, if the results of the nodes `early` exist at the start."""
+    """Order the computed nodes, operands before users, as if the results of the nodes `early` existed at the start."""
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_deepest_first(graph, early)):
         position[node] = (at, -1)
@@ -168,9 +173,9 @@ def _place_operands_first(graph: Graph, early: Set[Node]) -> list[Node]:
 
 
 def _deepest_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
-    """Yield the nodes that the outputs need, operands before users and the operand with the deepest graph first.
+    """Yield the nodes that the outputs need, operands before users; the operand with the deepest subgraph comes first.
 
-    So a whole encoder comes before its decoder. Nodes `early` have depth 0, so that the first layer of a decoder
+    Therefore a whole encoder comes before its decoder. The nodes `early` have depth 0: the first layer of a decoder
     computes its own values before it reads the encoder.
     """
     depth: dict[Node, int] = {}
@@ -191,7 +196,10 @@ def _deepest_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
 
 
 def find_live_spans(graph: Graph, nodes: Sequence[Node]) -> Spans:
-    """Return the live span of each computed value in the order `nodes`. Outputs live until the end."""
+    """Return the live span of each computed value: the positions in `nodes` of its node and of its last reader.
+
+    The span of an output ends at the last node.
+    """
     spans: Spans = {}
     for at, node in enumerate(nodes):
         for source in node.inputs:
@@ -203,7 +211,12 @@ def find_live_spans(graph: Graph, nodes: Sequence[Node]) -> Spans:
 
 
 def _count_crossing_values(points: int, spans: Spans) -> list[int]:
-    """Return the number of live values at each point between two nodes."""
+    """Count the live values that cross each point between two nodes.
+
+    Args:
+        points: The number of nodes.
+        spans: The live spans of the values.
+    """
     change = [0] * (points + 2)
     for first, last in spans.values():
         change[first + 1] += 1
@@ -212,19 +225,22 @@ def _count_crossing_values(points: int, spans: Spans) -> list[int]:
 
 
 def _find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
-    """Return the values with a span above `LONG_LIVED_SHARE` of the nodes."""
+    """Return the long-lived values: their spans cover more than the share `LONG_LIVED_SHARE` of all nodes."""
     return frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
 
 
 def _split_at_single_values(nodes: Sequence[Node], spans: Spans, long_lived: Set[Value]) -> list[Sequence[Node]]:
-    """Split the nodes at each point that at most one value crosses, `long_lived` values not counted."""
+    """Split the nodes into sections wherever at most one value crosses; values in `long_lived` do not count."""
     crossing = _count_crossing_values(len(nodes), {v: span for v, span in spans.items() if v not in long_lived})
     splits = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
     return [nodes[a:b] for a, b in itertools.pairwise(splits) if a < b]
 
 
 class _StructuralKeys:
-    """The structural keys of sections: everything except the names of nodes and of the leaves of one section."""
+    """The structural key of each section. Sections with equal keys are repetitions of one structure.
+
+    A key has everything except names of nodes, and names of leaves that only one section reads.
+    """
 
     def __init__(self, graph: Graph, sections: Sequence[Sequence[Node]], long_lived: frozenset[Value]) -> None:
         self.long_lived = long_lived
@@ -241,7 +257,7 @@ class _StructuralKeys:
         self.keys = [self._key(at, nodes) for at, nodes in enumerate(sections)]
 
     def _key(self, at: int, nodes: Sequence[Node]) -> object:
-        """Return the structural key of section number `at`."""
+        """Build the structural key of section number `at` with these nodes."""
         leaves: dict[Node, int] = {}
 
         def ref(value: Value | None) -> object:
@@ -261,7 +277,7 @@ class _StructuralKeys:
 
 
 def _group_repetitions(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[Item]:
-    """Yield repeated sections as groups, and the sections between them as blocks."""
+    """Yield adjacent sections of equal structure as groups, and the sections between them as blocks."""
     unrepeated: list[_Section] = []
     for start, length, count in find_repetitions([p.structure for p in sections]):
         if count == 1:
@@ -275,7 +291,7 @@ def _group_repetitions(sections: Sequence[_Section], crossing: Sequence[int]) ->
 
 
 def _merge_into_blocks(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[NodeBlock]:
-    """Yield adjacent sections as blocks of at most `MAX_BLOCK_NODES` nodes, split where the fewest values cross."""
+    """Merge adjacent sections into blocks of at most `MAX_BLOCK_NODES` nodes, split where the fewest values cross."""
     nodes = [n for p in sections for n in p.nodes]
     first = sections[0].start if sections else 0
     at = 0

@@ -1,4 +1,4 @@
-"""A `dataclass` decorator that compiles each method at its first use.
+"""A `dataclass` decorator that compiles each generated method at its first call.
 
 The standard decorator compiles up to six methods per class at import. A command imports a hundred such classes and
 calls few of their methods. Compiling all of them took a seventh of the start time.
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, init=True, repr=True, eq=True, frozen=False, slots=False, kw_only=False):
-        """Return the class as `dataclasses.dataclass` does; the parameters are the options in use."""
+        """Return the class with the methods of `dataclasses.dataclass`, each compiled at its first call.
+
+        The parameters are the options of `dataclasses.dataclass` that hocket uses.
+        """
         enabled = {"__init__": init, "__repr__": repr, "__eq__": eq, "__hash__": eq and frozen}
 
         def decorate(cls):
@@ -41,7 +44,7 @@ else:
 
 
 class _LazyMethod(NamedTuple):
-    """A descriptor that compiles a method at its first use and replaces itself by it."""
+    """A descriptor that compiles a method at its first call and then replaces itself by the method."""
 
     cls: type
     name: str
@@ -55,7 +58,7 @@ class _LazyMethod(NamedTuple):
 
 
 def _compile_method(cls: type, name: str, frozen: bool) -> Any:
-    """Return one method that `dataclasses` generates for the fields of `cls`."""
+    """Compile one method that `dataclasses` generates for the fields of `cls`, such as ``__init__``."""
     is_init = name == "__init__"
     namespace = {"__doc__": name} | ({"__post_init__": None} if hasattr(cls, "__post_init__") else {})
     generated = dataclasses.make_dataclass(
@@ -75,13 +78,13 @@ def _compile_method(cls: type, name: str, frozen: bool) -> Any:
 
 
 def _copy_field_declaration(field: dataclasses.Field[Any]) -> Any:
-    """Return a copy of a field declaration."""
+    """Return a new field declaration with the options of a field, such as its default."""
     names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 
 
 def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
-    """Return ``__setattr__`` and ``__delattr__`` of a frozen class."""
+    """Build ``__setattr__`` and ``__delattr__`` of a frozen class, which raise `FrozenInstanceError`."""
     names = frozenset(field.name for field in dataclasses.fields(cls))
 
     def set_(self: object, name: str, value: object) -> None:
@@ -98,7 +101,7 @@ def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], Non
 
 
 def _get_state(self: Any) -> list[Any]:
-    """Return the field values of a frozen record with slots, for ``__getstate__``."""
+    """Return the values of all fields of a frozen instance with slots, as its ``__getstate__`` for pickle."""
     return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 

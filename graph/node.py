@@ -1,4 +1,4 @@
-"""Values and nodes in static single assignment form, with several results per node; all are frozen."""
+"""Values and nodes of graphs in static single assignment form; a node may have several results, and both are frozen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEAF_OPS = ("input", "weight", "state", "constant")
 @validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One op applied to operands. Nodes are equal only to themselves.
+    """One op applied to operands. A node is equal only to itself.
 
     Args:
         op: The name of the op.
@@ -69,7 +69,7 @@ class Node:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The operands, without the omitted ones."""
+        """The inputs of the op: the operands without omitted optional ones."""
         for operand in self.src:
             if operand is None:
                 return tuple([s for s in self.src if s is not None])
@@ -77,16 +77,16 @@ class Node:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the node is an input, a weight, a state or a constant."""
+        """Whether the node is a leaf: an input, a weight, a state or a constant."""
         return self.op in LEAF_OPS
 
     @property
     def label(self) -> str:
-        """The name of the node in messages, after ``%``: its name or else its op, in quotes unless plain."""
+        """The label of the node in messages, to be written after ``%``: its name, or its op without a name."""
         return quote_node_name(self.name or self.op)
 
     def with_src(self, src: tuple[Value | None, ...]) -> Node:
-        """Return a node with the same op, attributes, specs and name, and the operands `src`."""
+        """Return a copy of the node with the operands `src`."""
         return Node(self.op, src, self.attrs, self.specs, self.name)
 
     def __copy__(self) -> Node:
@@ -101,7 +101,7 @@ class Node:
 class Value:
     """Result `index` of `node`; ``Value(node, index) is node.results[index]``.
 
-    A value is equal only to itself, so that it can be a key of a mapping. `hocket.ops.compare` compares the numbers.
+    A value is equal only to itself, so that it can be a key of a mapping. `hocket.ops.compare` compares elements.
     """
 
     node: Node
@@ -132,7 +132,7 @@ class Value:
 
     @property
     def spec(self) -> Spec:
-        """Shape and dtype. This property, `shape` and `dtype` raise `GraphError` if the node lacks the result."""
+        """The shape and the dtype. `spec`, `shape` and `dtype` raise `GraphError` if the node has no such result."""
         try:
             return self.node.specs[self.index]
         except IndexError:
@@ -142,17 +142,17 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the axes in NumPy order."""
+        """The shape: the sizes of the axes in NumPy order."""
         return self.spec.shape
 
     @property
     def dtype(self) -> DType:
-        """The dtype that the graph declares; a backend may store another."""
+        """The dtype that the graph declares; a backend may store the value in another dtype."""
         return self.spec.dtype
 
     @property
     def label(self) -> str:
-        """The name of the value in messages: ``%name``, with ``#1`` for the second of several results."""
+        """The label of the value in messages: ``%name``, or ``%name#1`` for the second of several results."""
         return f"%{self.node.label}" + (f"#{self.index}" if len(self.node.specs) > 1 else "")
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class Value:
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)
-        """The transpose of a matrix."""
+        """The transpose of a matrix, with its two axes exchanged."""
         if len(self.shape) != 2:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
         if self.dtype.is_quantised:
@@ -255,7 +255,7 @@ _set_results = vars(Node)["results"].__set__
 
 
 def _new_result(node: Node, index: int) -> Value:
-    """Return a result of a new node, without checks, because passes create millions."""
+    """Make result number `index` of a new node without any checks, because passes create millions of values."""
     value: Value = object.__new__(Value)
     _set_node(value, node)
     _set_index(value, index)
@@ -275,7 +275,7 @@ NODE_ARGUMENT_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
 
 
 def _load_operators() -> ModuleType:
-    """Import the operators at their first use, because graphs know no ops."""
+    """Import the module with the operator functions at its first use, because graphs may not import ops."""
     from ..ops import operators
 
     return operators
@@ -291,7 +291,7 @@ def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
 
 @validate_arguments(GraphError)
 def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """Return a leaf that each run binds to an array.
+    """Create an input: a leaf that each run binds to an array.
 
     Args:
         name: The name that binds an array to the leaf.
@@ -309,7 +309,7 @@ def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
 
 @validate_arguments(GraphError)
 def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """Return a leaf that `hocket.load` binds to an array once.
+    """Create a weight: a leaf that `hocket.load` binds to an array once.
 
     Args:
         name: The name that binds an array to the leaf.
@@ -324,7 +324,7 @@ def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Val
 
 @validate_arguments(GraphError)
 def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """Return a leaf that keeps its content between runs, such as a KV cache, and starts with zeros.
+    """Create a state: a leaf that keeps its content between runs, such as a KV cache, and starts with zeros.
 
     A state update replaces the content at the end of a run: ``hocket.Graph(outputs, updates={state: new})``.
 
@@ -341,7 +341,9 @@ def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
 
 @validate_arguments(GraphError)
 def constant(name: str, data: npt.ArrayLike) -> Value:
-    """Return a leaf with a small array that is part of the graph. float64 becomes f32; integers keep their dtype.
+    """Create a constant: a leaf with a small array that is part of the graph.
+
+    float64 numbers become f32; integers keep their dtype.
 
     Raises:
         GraphError: `data` is not an array of floats or signed integers.
@@ -360,7 +362,7 @@ def constant(name: str, data: npt.ArrayLike) -> Value:
 
 
 def constant_array(node: Node) -> npt.NDArray[np.generic]:
-    """Return the read-only array of a constant node."""
+    """Return a read-only NumPy view of the array in a constant node."""
     data = node.attrs["data"]
     assert isinstance(data, bytes), "verify() ran before"
     spec = node.specs[0]
@@ -368,12 +370,12 @@ def constant_array(node: Node) -> npt.NDArray[np.generic]:
 
 
 def format_node(node: Node, names: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
-    """Return the line of one node in a dump.
+    """Return the graph text of one node, which is one line.
 
     Args:
         node: The node.
-        names: The printed name of each node; without it, the labels of the nodes.
-        attrs: The attributes to write; without it, all.
+        names: The printed name of each node; by default, the labels of the nodes.
+        attrs: The attributes to write; by default, all.
     """
     visible = node.attrs if attrs is None else attrs
     args = [format_reference(s, names) for s in node.src] + [
@@ -384,14 +386,17 @@ def format_node(node: Node, names: Mapping[Node, str] | None = None, attrs: Attr
 
 
 def format_reference(value: Value | None, names: Mapping[Node, str] | None = None) -> str:
-    """Return the text of an operand, ``_`` for an omitted one."""
+    """Return the graph text of a reference to an operand: ``%name``, ``%name#1``, or ``_`` for an omitted operand."""
     if value is None:
         return "_"
     return _format_node_name(value.node, names) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
 def _format_node_name(node: Node, names: Mapping[Node, str] | None) -> str:
-    """Return ``%`` and the name of a node. Numbers of unnamed nodes are plain; names of digits are in quotes."""
+    """Return ``%`` and the printed name of a node for graph text.
+
+    A name of digits is quoted, because plain digits stand for an unnamed node.
+    """
     if names is None:
         return f"%{node.label}"
     return f"%{quote_node_name(names[node])}" if node.name else f"%{names[node]}"

@@ -1,4 +1,4 @@
-"""Renamed definitions under their old names, until version 0.3."""
+"""Deprecated old names of renamed definitions, which work until version 0.3."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def make_module_getattr(namespace: Mapping[str, Any], **new_names: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module (PEP 562) that finds definitions by their old names.
+    """Make the ``__getattr__`` of a module (PEP 562) that finds renamed definitions by their old names.
 
     Args:
         namespace: The globals of the module.
         **new_names: The new name of each old name.
 
     Returns:
-        A function that warns with `DeprecationWarning` and raises `AttributeError` for other names.
+        A function that warns with `DeprecationWarning` for an old name, and raises `AttributeError` for any other name.
     """
     module = namespace["__name__"]
 
@@ -29,5 +29,8 @@ def make_module_getattr(namespace: Mapping[str, Any], **new_names: str) -> Calla
 
 
 def warn_of_old_name(module: str, old: str, new: str) -> None:
-    """Warn the code that asks for the attribute `old` of `module`. Call it from the module's ``__getattr__`` alone."""
+    """Warn with `DeprecationWarning` that the attribute `old` of `module` now has the name `new`.
+
+    Only the ``__getattr__`` of the module may call this function, because the warning names the line of its caller.
+    """
     warnings.warn(f"{module}.{old} is now called {new}; the old name goes in 0.3", DeprecationWarning, stacklevel=3)

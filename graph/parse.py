@@ -33,12 +33,12 @@ AttributeCompleter = Callable[[str, Attrs], Attrs]
 
 
 def keep_attributes(op: str, attrs: Attrs) -> Attrs:
-    """Return the attributes without a change."""
+    """Return the attributes unchanged; `parse` calls this function unless it gets another one."""
     return attrs
 
 
 class _LineCursor:
-    """A cursor over the tokens of one line; its errors name the line and the column."""
+    """A cursor over the tokens of one line of graph text; error messages name the line and the column."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number, self.text, self.tokens = number, text, []
@@ -69,26 +69,26 @@ class _LineCursor:
             return True
         return False
 
-    def expect_name(self, what: str, taken: Container[str] = ()) -> str:
-        """Consume the name of an op, attribute or output: a word or a string that is not in `taken`."""
+    def expect_name(self, what: str, taken_names: Container[str] = ()) -> str:
+        """Consume the name of an op, attribute or output: a word or a quoted string that is not in `taken_names`."""
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
         name = self.unquote(text)
-        if name in taken:
+        if name in taken_names:
             raise self.error(f"{text} is given twice")
         self.at += 1
         return name
 
     def unquote(self, text: str) -> str:
-        """Return `text`, which belongs to the current token, without quotes."""
+        """Remove the quotes of `text`, a JSON string in the current token; errors name this token."""
         try:
             return str(json.loads(text)) if text.startswith('"') else text
         except ValueError:
             raise self.error(f"{text} is no JSON string; escape control characters and backslashes") from None
 
     def expect_integer(self) -> int:
-        """Consume an integer of 64 bits."""
+        """Consume one integer of at most 64 bits."""
         kind, text = self.peek()
         if kind != "num" or not text.lstrip("-").isdecimal():
             raise self.error(f"expected an integer, got {text!r}")
@@ -151,7 +151,7 @@ def _parse_spec(cursor: _LineCursor) -> Spec:
 
 
 class _GraphParser:
-    """The nodes, outputs and updates of the lines so far."""
+    """The parser of a whole graph, with the nodes, outputs and updates of the lines read so far."""
 
     def __init__(self, complete: AttributeCompleter) -> None:
         self.complete = complete
@@ -186,7 +186,7 @@ class _GraphParser:
 
     def parse_outputs(self, cursor: _LineCursor) -> None:
         while cursor.peek()[0] != "end":
-            name = cursor.expect_name("the name of an output", taken=self.outputs)
+            name = cursor.expect_name("the name of an output", taken_names=self.outputs)
             cursor.expect("mark", "=")
             self.outputs[name] = self.parse_reference(cursor)
             if not cursor.accept(","):
@@ -231,7 +231,7 @@ class _GraphParser:
                 cursor.at += 1
                 src.append(None)
             else:
-                name = cursor.expect_name("a value or an attribute", taken=attrs)
+                name = cursor.expect_name("a value or an attribute", taken_names=attrs)
                 cursor.expect("mark", "=")
                 attrs[name] = _parse_attribute(cursor)
             if not cursor.accept(","):
@@ -242,7 +242,7 @@ class _GraphParser:
 
 @validate_arguments(GraphError, text=TEXT)
 def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
-    """Return the graph of a dump. Only `verify` checks the ops.
+    """Parse the text of a graph into a graph. The ops stay unchecked; `verify` checks them.
 
     Args:
         text: The text that `format_graph` wrote.
@@ -259,7 +259,10 @@ def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
 
 
 def parse_case(text: str) -> dict[str, Spec | Attr]:
-    """Return the operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+    """Parse the text of a conformance case into its operand specs and attributes, by name.
+
+    An example of such a text is ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``.
+    """
     cursor = _LineCursor(1, text)
     parts: dict[str, Spec | Attr] = {}
     while cursor.peek()[0] != "end":

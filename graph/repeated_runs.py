@@ -1,11 +1,14 @@
-"""Repeated runs of nodes in a deep graph, and the shortened graph that stands for it.
+"""Repeated layers of deep graphs, and the shortened graph that has few repetitions and stands for the deep graph.
 
-`find_repeated_runs` finds repetitions of equal structure, never by name. Nodes have the numbers of
-`order_with_state_updates`, so that a repetition includes the nodes for its own state updates. `shorten_graph` keeps the
-first few repetitions; the names of its nodes are their numbers::
+Repetitions are found by equal structure, never by name (`find_repeated_runs`). Nodes have the numbers of
+`order_updates_after_operands`, so that a repetition includes the nodes for its own state updates. `shorten_graph` keeps
+the first few repetitions; the names of its nodes are their numbers::
 
     preamble  repetition repetition repetition ... repetition  end        deep graph
     preamble  repetition repetition  end                                  short graph
+
+A carried value is computed in one repetition and read in the next one, such as the residual stream. Its position is
+the index of its node in the repetition.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ CHUNK_SUFFIX = re.compile(r"\.chunk\.\d+\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRuns:
-    """`count` repetitions of `length` nodes from node number `start` on.
+    """Repeated runs of nodes in a graph: `count` adjacent repetitions of `length` nodes from node number `start` on.
 
-    The operands of a node come from its own repetition, from the preamble, or from `carried_positions` of the previous
-    repetition. The preamble ends with nodes at these positions for the first repetition. Nodes after the last
-    repetition read its carried positions.
+    A node reads values of its own repetition, of the preamble, and carried values of the previous repetition, at the
+    positions `carried_positions`. For the first repetition, the last nodes of the preamble take these positions. Nodes
+    after the last repetition read its carried values.
     """
 
     start: int
@@ -46,32 +49,43 @@ class RepeatedRuns:
     count: int
     carried_positions: frozenset[int]
 
-    def repetition_of(self, number: int) -> int:
-        """Return the repetition of a node: `PREAMBLE` before all of them, `count` after all of them."""
+    def repetition_of(self, node_number: int) -> int:
+        """Return the repetition of a node number: `PREAMBLE` before all repetitions, and `count` after all of them."""
         return (
-            min(max((number - self.start) // self.length, PREAMBLE), self.count) if number >= self.start else PREAMBLE
+            min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
+            if node_number >= self.start
+            else PREAMBLE
         )
 
     def first_node_of(self, repetition: int) -> int:
-        """Return the number of the first node of a repetition, or of the nodes that carry values into the first one."""
+        """Return the number of the first node of a repetition.
+
+        For the repetition `PREAMBLE`, the result is the first of the nodes that carry values into the first repetition.
+        """
         return self.start + repetition * self.length
 
     def drop_first(self) -> RepeatedRuns:
-        """Return the repetitions with the first one as a part of the preamble."""
+        """Return the repetitions without the first one, which becomes a part of the preamble."""
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def drop_last(self) -> RepeatedRuns:
-        """Return the repetitions without the last one, so that all readers of carried values have equal structure."""
+        """Return the repetitions without the last one.
+
+        Then all readers of carried values have equal structure.
+        """
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
-    def position_if_carried(self, number: int, reader: int) -> int | None:
-        """Return the position of node `number` if repetition `reader` reads it as a carried value, or None."""
-        position = number - self.first_node_of(reader - 1)
+    def position_if_carried(self, node_number: int, reader_repetition: int) -> int | None:
+        """Find the position of a carried value, which a node has as an operand of repetition `reader_repetition`.
+
+        The result is None if the node is not one of the carried values of the previous repetition.
+        """
+        position = node_number - self.first_node_of(reader_repetition - 1)
         return position if 0 <= position < self.length and position in self.carried_positions else None
 
 
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
-    """Return the repetitions with the most nodes, or None if a graph has fewer than three of them."""
+    """Find repeated runs of nodes: the adjacent repetitions with the most nodes. Returns None for fewer than three."""
     kinds: dict[object, int] = {}
     nodes = order_with_state_updates(graph)
     keys = [kinds.setdefault((n.op, attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
@@ -103,9 +117,10 @@ def _list_present_operands(line: Sequence[tuple[int, int] | None]) -> list[int]:
 
 
 def _find_longest_match(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    """Return (length, first, last) of the longest range in which each node equals the one `length` nodes later.
+    """Find the longest periodic range, in which each node has the same key as the node `length` positions later.
 
-    The length is 0 if there is no such range.
+    Returns:
+        The tuple (length, first, last). The length is 0 if there is no such range.
     """
     best, found = 0, (0, 0, 0)
     for length in range(1, min(len(keys) // 3, MAX_REPETITION_NODES) + 1):
@@ -118,7 +133,13 @@ def _find_longest_match(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
 
 
 def _pair_operands(reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield the operands of node `i`, each with the same operand of the node `length` nodes later."""
+    """Pair each operand of node `i` with the same operand one period later, and yield the numbers of both nodes.
+
+    Args:
+        reads: The node number and the result index of each operand of each node.
+        i: The number of the node.
+        length: The period, in nodes.
+    """
     for operand, repeated in zip(reads[i], reads[i + length], strict=True):
         if operand is not None and repeated is not None:
             yield operand[0], repeated[0]
@@ -127,7 +148,7 @@ def _pair_operands(reads: Sequence[Sequence[tuple[int, int] | None]], i: int, le
 def _find_largest_consistent_range(
     reads: Sequence[Sequence[tuple[int, int] | None]], length: int, first: int, last: int
 ) -> tuple[int, int]:
-    """Return the longest part of a range in which operands repeat or are shared by all repetitions."""
+    """Find the largest part of a range in which the operands also repeat, or are shared by all repetitions."""
 
     def is_consistent(i: int) -> bool:
         pairs = zip(reads[i], reads[i + length], strict=True)
@@ -141,7 +162,7 @@ def _find_largest_consistent_range(
 
 
 def _find_narrowest_start(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
-    """Return the first node of a repetition, so that the fewest values cross between two repetitions."""
+    """Find the start of the first repetition at which the fewest values cross from one repetition to the next."""
     crossing = np.zeros(length + 1, np.int64)
     copies: dict[int, int] = {}
     for j, i in spans:
@@ -157,7 +178,7 @@ def _find_narrowest_start(spans: Sequence[tuple[int, int]], length: int, first: 
 def _is_sound(
     graph: Graph, found: RepeatedRuns, position: dict[Node, int], reads: Sequence[Sequence[tuple[int, int] | None]]
 ) -> bool:
-    """Return whether operands, leaves and state updates obey the rules of `RepeatedRuns`."""
+    """Return whether the repetitions are valid: operands, leaves and state updates obey the rules of `RepeatedRuns`."""
     nodes, at = [*position], found.repetition_of
     carried = [found.first_node_of(PREAMBLE) + position for position in found.carried_positions]
     if any(number < 0 or nodes[number].is_leaf for number in carried):
@@ -186,9 +207,10 @@ def _is_sound(
 
 @dataclass(frozen=True, eq=False)
 class ShortenedGraph:
-    """`short_graph` is `deep_graph` with the first `short_count` repetitions; its node names are node numbers.
+    """A shortened graph: `short_graph` is `deep_graph` with only the first `short_count` repetitions.
 
-    Repetition r of the deep graph has the kind ``r % short_count``, a repetition of the short graph.
+    The names of the nodes of the short graph are node numbers. Repetition r of the deep graph corresponds to the short
+    repetition ``r % short_count``, which has equal structure.
     """
 
     deep_graph: Graph
@@ -208,24 +230,24 @@ class ShortenedGraph:
 
     @property
     def repetitions_with_kind(self) -> Iterator[tuple[int, int]]:
-        """All repetitions of the deep graph with their kinds, in order, with the preamble and the end."""
+        """All pairs of a deep repetition and its short repetition, in order, from the preamble to the end."""
         yield PREAMBLE, PREAMBLE
         yield from ((repetition, repetition % self.short_count) for repetition in range(self.deep_repetitions.count))
         yield self.deep_repetitions.count, self.short_count
 
     def kind_of_name(self, name: str) -> int:
-        """Return the repetition of the short graph for the name of a node."""
+        """Return the short repetition of the node name `name` in the short graph."""
         return self.short_repetitions.repetition_of(split_numbered_name(name)[0])
 
     def kind_by_node(self, graph: Graph) -> Mapping[Node, int]:
-        """Return the repetition of the short graph for each node of the graph of a device."""
+        """Return the short repetition of each node in the graph of a device."""
         if graph not in self._kinds_of:
             self._kinds_of[graph] = DeviceRepetitions(self).kind_by_node(graph)
         return self._kinds_of[graph]
 
     @cached_property
     def _kinds_of(self) -> dict[Graph, Mapping[Node, int]]:
-        """A cache, because lowering, unrolling and verification use the same graphs."""
+        """The results of `short_repetition_by_node` by graph, a cache for lowering, unrolling and verification."""
         return {}
 
     @cached_property
@@ -240,31 +262,37 @@ class ShortenedGraph:
 
     @cached_property
     def deep_names(self) -> tuple[str, ...]:
-        """The printed names of the nodes of the deep graph."""
+        """The printed names of the nodes of the deep graph by their numbers."""
         printed_names = assign_names(self.deep_graph)
         return tuple([printed_names[node] for node in self.deep_nodes])
 
-    def name_in_repetition(self, name: str, repetition: int, kind: int) -> str:
-        """Return the name in a repetition of the deep graph for a name in the short graph."""
+    def name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
+        """Return the name that a short name has in a deep repetition.
+
+        Args:
+            name: A node name of the short graph, which begins with the node number.
+            repetition: The repetition of the deep graph.
+            short_repetition: The short repetition of the node.
+        """
         number, ending = split_numbered_name(name)
-        return self.deep_names[number + (repetition - kind) * self.deep_repetitions.length] + ending
+        return self.deep_names[number + (repetition - short_repetition) * self.deep_repetitions.length] + ending
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceRepetitions:
-    """The repetitions in the graphs of devices for a shortened graph.
+    """The short repetitions of the nodes in device graphs of a shortened graph.
 
-    `name_of_node` returns the number of a node of the short graph, with an ending for layout conversions.
+    `name_of_node` returns the name of a node of the short graph, with a suffix if the node converts a layout.
     """
 
     shortened: ShortenedGraph
     name_of_node: Callable[[Node], str] = operator.attrgetter("name")
 
     def kind_by_node(self, graph: Graph) -> dict[Node, int]:
-        """Return the repetition of each node.
+        """Return the short repetition of each node in the graph of a device.
 
-        A name with an ending is a layout conversion. The conversion of a carried value belongs to the repetition that
-        reads it. An overlap chunk belongs to its own repetition, because further chunks follow.
+        A name with a suffix belongs to a layout conversion. The conversion of a carried value belongs to the repetition
+        that reads the value. An overlap chunk belongs to its own repetition, because further chunks follow.
         """
         runs = self.shortened.short_repetitions
         first_read: dict[Node, int] = {}
@@ -281,7 +309,7 @@ class DeviceRepetitions:
         return kinds
 
     def is_outside_repetitions(self, node: Node) -> bool:
-        """Return whether a node is in the preamble and does not carry a value into the first repetition."""
+        """Return whether a node is in the preamble and carries no value into the first repetition."""
         number, _ = split_numbered_name(self.name_of_node(node))
         return (
             self.shortened.short_repetitions.repetition_of(number) == PREAMBLE
@@ -290,13 +318,13 @@ class DeviceRepetitions:
 
 
 def split_numbered_name(name: str) -> tuple[int, str]:
-    """Return the number at the start of a name, and the rest of the name."""
+    """Split a name that begins with a node number into the number and the rest."""
     number, dot, rest = name.partition(".")
     return int(number), dot + rest
 
 
 def shorten_graph(graph: Graph, repeats: RepeatedRuns, count: int) -> ShortenedGraph | None:
-    """Return `graph` with `count` repetitions, or None if its nodes have another order."""
+    """Shorten a graph to its first `count` repetitions; return None if the short graph has another node order."""
     first, end = repeats.first_node_of(count), repeats.first_node_of(repeats.count)
     nodes, copies = order_with_state_updates(graph), dict[Node, Node]()
     stands_for: dict[Node, Node] = {}  # nodes at the end read the last repetition that stays

@@ -1,4 +1,4 @@
-"""Rewriting of graphs by rules; a rule sees one node with rewritten operands."""
+"""Rewriting of graphs: rules that replace the results of single nodes, and replacement of given values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ RewriteRule = Callable[[Node], "Sequence[Value] | Value | None"]
 
 
 def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
-    """Return `graph` with `rule` applied to each node, operands first.
+    """Rewrite a graph: apply `rule` to each node, operands first, and return the new graph.
 
-    `graph` stays as it is and shares all unchanged nodes with the result. Without a change the result is `graph`.
+    The rule sees a node with rewritten operands. `graph` stays as it is, and shares all unchanged nodes with the new
+    graph. If no node changes, the result is `graph`.
 
     Args:
         graph: The graph to rewrite.
@@ -41,7 +42,15 @@ def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
 
 
 def replace_values(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
-    """Return `graph` with the values of a mapping replaced. Raises `GraphError` if a spec differs."""
+    """Return a copy of `graph` in which the values of a mapping replace other values.
+
+    Args:
+        graph: The graph.
+        replacements: The new value of each replaced value.
+
+    Raises:
+        GraphError: The spec of a new value differs.
+    """
     for old, new in replacements.items():
         if old.spec != new.spec:
             raise GraphError(f"cannot replace {old!r} by {new!r}; shape and dtype must stay the same")

@@ -1,4 +1,4 @@
-"""Specs: the shape and the dtype of a value."""
+"""Specs: the shape and the dtype of a value, with a check of legal shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MAX_SIZE = 2**63 - 1
 @validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A shape in NumPy order (last axis contiguous; rank 0 to 5) and a dtype, written as ``f32[1,8192]``."""
+    """The shape and the dtype of a value, written as ``f32[1,8192]``.
+
+    The shape is in NumPy order, so the last axis is contiguous. The rank is 0 to 5.
+    """
 
     shape: tuple[int, ...]
     dtype: DType = DType.F32
@@ -42,12 +45,12 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The size: the number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a contiguous value. Rows of a quantised dtype are complete blocks."""
+        """The number of bytes of a contiguous value. Rows of a quantised dtype are complete blocks."""
         if self.dtype.block == 1:
             return math.prod(self.shape) * self.dtype.block_bytes
         return math.prod(self.shape[:-1]) * self.dtype.bytes_of(self.shape[-1])
@@ -60,7 +63,7 @@ class Spec:
 
 @lru_cache(maxsize=1 << 14)  # each layer and device checks the same specs
 def check_spec(spec: Spec) -> str | None:
-    """Return the reason why `spec` is illegal, or None."""
+    """Return the reason why a spec is illegal, or None if it is legal."""
     shape, dtype = spec.shape, spec.dtype
     if any(n > MAX_SIZE for n in shape):  # no number here: Python refuses to print more than 4,300 digits
         return f"an axis of a {dtype} value holds more than 2^63 - 1 entries"
@@ -76,7 +79,7 @@ def check_spec(spec: Spec) -> str | None:
 
 
 def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
-    """Return a legal `Spec`. Raises `GraphError` for an illegal shape or an unknown dtype."""
+    """Make a legal spec from a shape and a dtype. Raises `GraphError` for an illegal shape or an unknown dtype."""
     parsed_dtype = parse_dtype(dtype)
     try:
         spec = Spec(tuple(map(operator.index, shape)), parsed_dtype)

@@ -1,4 +1,4 @@
-"""Validation of arguments at the public API, by declared argument kinds."""
+"""Validation of the arguments of public functions by declared argument kinds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_MESSAGE_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class ArgumentKind:
-    """A test of an argument, with its description for messages."""
+    """A kind of argument: a test function, and a description of accepted arguments for error messages."""
 
     description: str
     accepts: Callable[[Any], bool]
@@ -32,12 +32,12 @@ class ArgumentKind:
 
 
 def indefinite_article(word: str) -> str:
-    """Return "a" or "an", the article before `word`."""
+    """Return the indefinite article before `word`: "a" or "an"."""
     return "an" if word[:1].lower() in tuple("aeio") else "a"
 
 
 def did_you_mean(word: object, known: Iterable[object], *, min_ratio: float = 0.6) -> str:
-    """Return "; did you mean NAME" for the most similar known name, or an empty string.
+    """Return the hint "; did you mean NAME" with the most similar known name, or an empty string.
 
     A single known name that begins with `word` wins. Case is ignored.
 
@@ -58,13 +58,13 @@ def did_you_mean(word: object, known: Iterable[object], *, min_ratio: float = 0.
 
 
 def instance_of(*types: type, description: str = "") -> ArgumentKind:
-    """Return the kind of the instances of `types`."""
+    """Return the argument kind that accepts the instances of `types`."""
     names = " or ".join(t.__name__ for t in types)
     return ArgumentKind(description or f"{indefinite_article(names)} {names}", lambda v: isinstance(v, types))
 
 
 def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the kind of the sequences, except text and bytes, with entries of kind `entry`."""
+    """Return the argument kind that accepts lists and other sequences, except text and bytes, of kind `entry`."""
 
     def accepts(v: Any) -> bool:
         is_sequence = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # frequent types first
@@ -74,12 +74,12 @@ def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
 
 
 def tuple_of(entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the kind of the tuples with entries of kind `entry`."""
+    """Return the argument kind that accepts tuples with entries of kind `entry`."""
     return ArgumentKind(description, lambda v: isinstance(v, tuple) and all(map(entry.accepts, v)))
 
 
 def pair_of(first: ArgumentKind, second: ArgumentKind) -> ArgumentKind:
-    """Return the kind of the tuples and lists of two entries."""
+    """Return the argument kind that accepts pairs: tuples and lists of two entries of these kinds."""
     return ArgumentKind(
         f"a pair of {first.description} and {second.description}",
         lambda v: isinstance(v, tuple | list) and len(v) == 2 and first.accepts(v[0]) and second.accepts(v[1]),
@@ -87,7 +87,7 @@ def pair_of(first: ArgumentKind, second: ArgumentKind) -> ArgumentKind:
 
 
 def mapping_of(key: ArgumentKind, entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the kind of the mappings from keys of kind `key` to values of kind `entry`."""
+    """Return the argument kind that accepts mappings from keys of kind `key` to values of kind `entry`."""
     return ArgumentKind(
         description,
         lambda v: isinstance(v, Mapping) and all(map(key.accepts, v)) and all(map(entry.accepts, v.values())),
@@ -95,7 +95,7 @@ def mapping_of(key: ArgumentKind, entry: ArgumentKind, description: str) -> Argu
 
 
 def integer_between(low: int, high: int = sys.maxsize) -> ArgumentKind:
-    """Return the kind of the integers from `low` to `high`, except False and True."""
+    """Return the argument kind that accepts integers from `low` to `high`, except False and True."""
     description = f"an integer from {low}" + ("" if high == sys.maxsize else f" to {high}")
     return ArgumentKind(
         description, lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high)
@@ -103,7 +103,7 @@ def integer_between(low: int, high: int = sys.maxsize) -> ArgumentKind:
 
 
 def number_between(low: float, high: float) -> ArgumentKind:
-    """Return the kind of the real numbers from `low` to `high`, except NaN, False and True."""
+    """Return the argument kind that accepts real numbers from `low` to `high`, except NaN, False and True."""
     return ArgumentKind(
         f"a number from {low:g} to {high:g}",
         lambda v: (
@@ -121,7 +121,7 @@ BOOL = instance_of(bool, description="True or False")
 
 
 def format_value(value: object) -> str:
-    """Return the text of a value on one short line, or its type if the text has several lines."""
+    """Return an argument as text for a message: one short line, or the type of a value with several lines."""
     try:
         text = repr(value)
     except Exception:  # classes of users may raise anything; Python refuses integers of more than 4,300 digits
@@ -132,7 +132,7 @@ def format_value(value: object) -> str:
 
 
 def require(error: type[HocketError], subject: str, name: str, value: object, kind: ArgumentKind) -> None:
-    """Raise `error` unless `value` is of kind `kind`.
+    """Require that an argument is of an argument kind; raise `error` if it is not.
 
     Args:
         error: The class of the error.
@@ -149,7 +149,7 @@ def require(error: type[HocketError], subject: str, name: str, value: object, ki
 
 
 def describe_call_mismatch(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Return the reason why a call does not fit `signature`, or an empty string if it fits."""
+    """Describe why the arguments of a call do not fit `signature`; return an empty string if they fit."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -161,7 +161,7 @@ def describe_call_mismatch(signature: inspect.Signature, args: Sequence[object],
 
 
 def _list_parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
-    """Return the parameters of a function in order, ten times as fast as `inspect.signature`."""
+    """Return the names of the parameters of a function in order, ten times as fast as `inspect.signature`."""
     code = inspect.unwrap(function).__code__
     count = code.co_argcount + code.co_kwonlyargcount
     has_varargs = bool(code.co_flags & inspect.CO_VARARGS)  # `*args` comes before the keyword-only parameters
@@ -175,8 +175,8 @@ def validate_arguments(
     """Return a decorator that validates the arguments of each call of a function.
 
     Args:
-        error: The class of the error for an argument of another kind, and for an argument that the function lacks.
-        **kinds: The kind of each validated parameter, by its name.
+        error: The class of the error for an argument of a wrong kind or with an unknown name.
+        **kinds: The argument kind of each validated parameter, by its name.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -207,7 +207,7 @@ def validate_arguments(
 
 
 def validate_constructor(error: type[HocketError], **kinds: ArgumentKind) -> Callable[[_Class], _Class]:
-    """Return a decorator that validates the arguments of the constructor of a class, as `validate_arguments` does."""
+    """Return a decorator that validates the arguments of the constructor of a class, as in `validate_arguments`."""
 
     def decorate(cls: _Class) -> _Class:
         cls.__init__ = validate_arguments(error, **kinds)(cls.__init__)  # type: ignore[misc]  # a dataclass has one

@@ -1,4 +1,4 @@
-"""The backend scheduler: plan a graph for a group of devices, verify the plan, run it and report it.
+"""The backend scheduler: plan a graph for a group of devices, verify the plan, run the plan, and report on it.
 
 `planner` builds a `Plan` from the decisions of `sharding` and the programs of `lowering`. `verifier` proves the plan,
 `running` runs it, and `telling` reports it as text and JSON. This module exports the names that other folders use.
@@ -100,7 +100,7 @@ _LAZY_NAMES = {
     **dict.fromkeys(("format_bytes", "format_seconds"), ".ir.formatting"),
     "verify_program": ".verifier.memory.program_verifier",
 }
-"""The module of each name that is imported at first use. A plan that the plan cache has needs no planner."""
+"""The module of each name that is imported at first use. A plan from the plan cache needs no planner."""
 
 
 _OLD_NAMES = {

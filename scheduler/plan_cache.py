@@ -1,7 +1,7 @@
 """The plan cache: a folder of verified plans, which a later process reads in a tenth of the time that planning takes.
 
-The key of an entry is a hash of everything on which a plan depends: the graph, the devices, the options, and the source
-files that make and verify plans. A damaged entry, or an entry of another key, is planned again.
+The key of an entry is a hash of everything on which a plan depends: graph, devices, options, and the source files of
+the planner and the verifier. A damaged entry, or an entry of another key, is planned again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLAN_SOURCE_FOLDERS = (
     "scheduler/*",
     "scheduler/*/*",
 )
-"""Folders of the package that have the source on which plans depend."""
+"""Folders of the package with the source code on which plans depend."""
 
 
 def plan_with_cache(
@@ -62,7 +62,7 @@ def plan_with_cache(
     host: HostOffload | None = None,
     use: Workload | None = None,
 ) -> Plan:
-    """Return the plan of `plan_for_group`, from the plan cache if an earlier process stored it there.
+    """Plan a graph with the plan cache: return the plan of `plan_for_group`, stored by an earlier process if possible.
 
     Args:
         graph: The graph to plan.
@@ -70,8 +70,8 @@ def plan_with_cache(
         split_mode: A name of `SPLIT_MODE_NAMES`.
         tensor_split: The shares of the devices, in any unit.
         place: Placement rules, pairs (regular expression, device).
-        like: A plan over the same weights and states with layouts to keep.
-        hardware: Speeds of devices and links; without it the calibrated speeds of the group.
+        like: An earlier plan over the same weights and states; the new plan keeps their layouts.
+        hardware: Speeds of devices and links; by default the calibrated speeds of the group.
         host: The device that takes the weights and states that exceed the memory of the group.
         use: The workload for which split mode ``auto`` optimises.
     """
@@ -119,7 +119,7 @@ def plan_with_cache(
 
 
 def _name_programs(plan: Plan, file: Path) -> Plan:
-    """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
+    """Name the programs of a plan by its cache file, so that the binding cache of a backend finds their bindings."""
     first_equal = find_first_devices_with_same_program(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in first_equal}
     for first, program in programs.items():
@@ -131,9 +131,12 @@ def _name_programs(plan: Plan, file: Path) -> Plan:
     return replace(plan, lanes=tuple(device_plans))
 
 
-def _is_plan_cacheable(graph: Graph, asked: Devices) -> bool:
-    """Return whether the plan depends only on the source of hocket, the devices and the options."""
-    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in asked) and all(
+def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
+    """Return whether the plan may be cached: it depends only on the source of hocket, the devices and the options.
+
+    Backends and ops from outside hocket are not cacheable.
+    """
+    return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in group) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
     )
 
@@ -142,17 +145,22 @@ def _is_builtin_backend(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
 
 
-def _build_layout_key(like: Plan) -> object:
-    """Return the parts of an earlier plan that a plan with the same layouts depends on."""
-    return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
-
-
-def _build_workload_key(use: Workload) -> object:
-    """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
+def _build_layout_key(earlier_plan: Plan) -> object:
+    """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
     return (
-        str(use),
-        use.chunk_sizes,
-        [graph.digest() for graph in (use.build_graph(use.sequence_count, 1), use.balanced_graph)],
+        [*earlier_plan.leaves.items()],
+        sorted(earlier_plan.cuts),
+        earlier_plan.shares,
+        [v.node.name for v in earlier_plan.graph.states],
+    )
+
+
+def _build_workload_key(workload: Workload) -> object:
+    """Build the cache key of a workload, with its graphs: workloads of equal text may have different graphs."""
+    return (
+        str(workload),
+        workload.chunk_sizes,
+        [graph.digest() for graph in (workload.build_graph(workload.sequence_count, 1), workload.balanced_graph)],
     )
 
 
@@ -164,7 +172,7 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
 
 
 def _list_planner_sources() -> list[tuple[str, int, int]]:
-    """Return path, size in bytes and modification time of each source file that plans depend on.
+    """List the source files that plans depend on: path, size in bytes and modification time.
 
     Python uses the same data to find out whether a compiled file is current.
     """
@@ -175,9 +183,9 @@ def _list_planner_sources() -> list[tuple[str, int, int]]:
 # ----------------------------------------------------------------------------------------------------------- as data
 
 
-def _serialise_plan(plan: Plan, asked: Devices) -> bytes:
-    """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
-    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
+def _serialise_plan(plan: Plan, group: Devices) -> bytes:
+    """Return a plan as JSON bytes for the cache; a device graph that equals the graph of the user is omitted."""
+    own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
     first_equal = find_first_devices_with_same_program(plan.lanes)
     document = {
         "lanes": [
@@ -231,7 +239,7 @@ def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
 
 
 def _build_graph_key(graph: Graph) -> tuple[object, ...]:
-    """Return the digest of a graph, its node names and the order of its outputs.
+    """Build the cache key of a graph: its digest, its node names and the order of its outputs.
 
     A plan in the cache may serve another graph only if all three are equal.
     """

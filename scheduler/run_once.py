@@ -1,4 +1,4 @@
-"""One call that plans a graph, loads its weights and runs it once."""
+"""The function `hocket.run`, which plans a graph, loads its weights and runs it once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def run(
     split_mode: str = "auto",
     threads: int | None = None,
 ) -> dict[str, Array]:
-    """Plan `graph`, load `weights` and run it once; return the outputs by name, as float32 or integer arrays.
+    """Plan `graph`, load `weights` and run the graph once; return the outputs by name.
 
-    To run a graph several times, call `plan` and `load`. States begin as zeros, and their values are lost.
+    Outputs are float32 or integer arrays. States begin as zeros, and their new values are lost. Call `plan` and `load`
+    to run a graph several times.
 
     Args:
         graph: The graph to run.

@@ -1,6 +1,6 @@
-"""One page that shows a graph, a plan, its memory and its time: a single HTML file that needs no network.
+"""HTML pages that show a graph, or a plan with its memory and time: each page is a single file that needs no network.
 
-`view_graph` and `view_plan` give a `Page`; ``hocket view``, `Graph.view` and `Plan.view` are doors to them.
+`view_graph` and `view_plan` return a `Page`; ``hocket view``, `Graph.view` and `Plan.view` call them.
 """
 
 from .page import Page as Page

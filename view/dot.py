@@ -1,6 +1,6 @@
-"""Graphviz source of a graph: layers that repeat are drawn once, in a cluster that says how often they come.
+"""Graphviz source (DOT) of a graph, with each repeated layer drawn once, in a cluster with the count of repetitions.
 
-A flat drawing of a model is of no use, and Graphviz does not finish it: 1,155 nodes take it minutes.
+A drawing of all nodes is useless for a model, and Graphviz takes minutes for 1,155 nodes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,29 @@ from .labels import BlockLabels
 
 NODE_SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
 MAX_ATTRIBUTE_CHARACTERS = 60
-"""Characters of attributes in one box."""
+"""The largest number of characters of the attributes in one box."""
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph), folded=BOOL)
 def to_dot(graph: Graph, *, folded: bool = True) -> str:
-    """Graphviz source: nodes with attributes and cost, leaves by kind, edges labelled with specs, state updates dashed.
+    """Return a graph as Graphviz source (DOT), with repeated layers folded by default.
 
-    `folded` draws of layers that repeat the first alone, in a cluster; an edge to the next repetition is dotted.
-    Otherwise every node is drawn.  Raises `GraphError` for anything but a graph.
+    Nodes show attributes and cost, leaves have a shape for each kind, and edges have specs. State updates are dashed.
+    Raises `GraphError` for an argument that is not a graph.
+
+    Args:
+        graph: The graph to draw.
+        folded: Whether only the first repetition of a repeated layer is drawn, in a cluster with the count. A dotted
+            edge leads to the next repetition. Otherwise every node is drawn.
     """
     return "\n".join(["digraph hocket {", *_DotWriter(graph, folded).lines(), "}", ""])
 
 
 class _DotWriter:
-    """`drawn` is for each node the one that stands for it."""
+    """The writer of the DOT text (Graphviz source) of one graph.
+
+    `drawn` maps a node of a later repetition to the node of the first repetition that is drawn instead.
+    """
 
     def __init__(self, graph: Graph, folded: bool) -> None:
         self.graph, self.called = graph, assign_names(graph)
@@ -98,7 +106,7 @@ class _DotWriter:
         return f"{indent}n{self.number[node]} [label={_text(chr(10).join(about))}, shape={shape}];"
 
     def _about(self, node: Node) -> Iterator[str]:
-        """Yield the text of the attributes and of the cost."""
+        """Format the attributes of a node, and its cost or its size, as lines of its label."""
         if attrs := attrs_text(node):
             yield attrs if len(attrs) <= MAX_ATTRIBUTE_CHARACTERS else f"{attrs[: MAX_ATTRIBUTE_CHARACTERS - 1]}…"
         declared = REGISTRY.get(node.op)
@@ -108,7 +116,7 @@ class _DotWriter:
             yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {format_bytes(declared.count_bytes(node))}"
 
     def _edges(self) -> Iterator[str]:
-        """Yield an edge for each operand of a drawn node, and a dotted edge between successive repetitions."""
+        """Format the edges: one for each operand of a drawn node, and dotted ones between successive repetitions."""
         done: set[tuple[Node, Node]] = set()
         for node in self.graph.nodes:
             if self._of(node) is node:

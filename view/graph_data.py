@@ -1,4 +1,4 @@
-"""A graph as the data of a page: columns with an entry for each node, and intern tables."""
+"""The data of a graph for a page: columns with an entry for each node, and tables of distinct specs and ops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .labels import BlockLabels
 RESULT_FACTOR = 8
 """The number of a value is this factor times the number of its node, plus the index of the result."""
 MAX_TEXT_CHARACTERS = 400
-"""Maximum characters of an attribute on a page; a constant or a list of ranges may have millions."""
+"""The largest number of characters of an attribute on a page; a constant or a list of ranges may have millions."""
 
 
 class GraphData:
-    """The numbers of nodes and values, and the graph as data."""
+    """The data of a graph for a page, with the numbers of its nodes and values."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -37,7 +37,7 @@ class GraphData:
         return -1 if value is None else RESULT_FACTOR * self.number[value.node] + value.index
 
     def document(self) -> dict[str, Any]:
-        """Return the graph as plain data."""
+        """Build the page data of the graph, as plain data for JSON."""
         ops, specs, attrs = InternTable[str](), InternTable[Spec](), InternTable[str]("")
         nodes = self.graph.nodes
         columns = {
@@ -60,7 +60,7 @@ class GraphData:
         }
 
     def _tree(self, items: Sequence[Item]) -> list[Any]:
-        """Return blocks by number, and groups with their label and the items of each repetition."""
+        """Build the tree of blocks: numbers of blocks, and groups with their label and the items of each repetition."""
         return [
             self.labels.number[id(item)]
             if isinstance(item, NodeBlock)
@@ -73,12 +73,12 @@ class GraphData:
 
 
 def spec_data(spec: Spec) -> tuple[str, int]:
-    """Return the text and the bytes of a spec."""
+    """Format a spec as text, and return it with the bytes of the value."""
     return str(spec), spec.nbytes
 
 
 def attrs_text(node: Node) -> str:
-    """Return the text of the attributes that differ from the defaults of the op."""
+    """Format the attributes of a node that differ from the defaults of its op."""
     if node.op == "constant":
         return ""
     attrs = ((k, format_attribute(v)) for k, v in select_non_default_attributes(node).items())
@@ -88,7 +88,7 @@ def attrs_text(node: Node) -> str:
 
 
 def op_text(name: str) -> dict[str, Any]:
-    """Return the documentation, the operands and the source of the reference function of an op."""
+    """Build the documentation of an op for a page: the text, the operands, and the source of the reference function."""
     if name not in REGISTRY:
         return {"name": name, "leaf": True}
     declared = REGISTRY[name]

@@ -1,4 +1,4 @@
-"""Tables that hold equal items once, which keeps the data of a page small."""
+"""Intern tables, which hold equal items once and so keep the data of a page small."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class InternTable(Generic[T]):
-    """Assigns consecutive numbers to distinct items. A call returns the number of an item."""
+    """An intern table, which assigns consecutive numbers to distinct items. A call returns the number of an item."""
 
     def __init__(self, *first: T) -> None:
         self._numbers: dict[T, int] = {item: number for number, item in enumerate(first)}
@@ -18,5 +18,5 @@ class InternTable(Generic[T]):
 
     @property
     def items(self) -> list[T]:
-        """All items, in the order of their numbers."""
+        """All distinct items, in the order of their numbers."""
         return list(self._numbers)

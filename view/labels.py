@@ -1,6 +1,6 @@
-"""Labels of the blocks of a graph, from the names of the weights that they read.
+"""Labels of the blocks of a graph, from the names of the weights that the blocks read.
 
-The structure of the graph defines the blocks; names only label them. Without useful names a block is ``part 3``.
+The structure of the graph defines the blocks; names only label them. Without useful names a label is ``part 3``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
 MAX_LABEL_NAMES = 2
-"""Maximum names in a label."""
+"""The largest number of names in a label."""
 
 
 def name_prefix(name: str) -> str:
-    """Return a name up to its first number, ``blk.0`` of ``blk.0.attn_q.weight``, or up to its last dot."""
+    """Extract the prefix of a name up to its first number, such as ``blk.0`` of ``blk.0.attn_q.weight``.
+
+    Without a number, the prefix ends before the last dot.
+    """
     match = _NUMBERED.match(name)
     return match[0] if match else name.rpartition(".")[0] or name
 
 
 def block_label(block: NodeBlock, number: int) -> str:
-    """Return the label of a block from the weights and states that it reads, or from its named nodes."""
+    """Make the label of a block from the names of the weights and states that it reads, or of its nodes."""
     leaves = {s.node.name: None for n in block.nodes for s in n.inputs if s.node.op in ("weight", "state")}
     heads = Counter(map(name_prefix, leaves))
     if heads:
@@ -34,7 +37,7 @@ def block_label(block: NodeBlock, number: int) -> str:
 
 
 def join_labels(labels: Sequence[str]) -> str:
-    """Join labels: ``blk.0 … 3`` if they differ in a number only, else the first and the last."""
+    """Join labels to one: ``blk.0 … 3`` if they differ only in a number, else the first and the last label."""
     labels = list(dict.fromkeys(labels))
     matches = [_NUMBERED.match(label) for label in labels]
     stems = {m[1] for m in matches if m}

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, scripts, layout library and data."""
+"""Pages: one HTML file with its style, scripts, layout library and data."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ SCRIPT_FILES = (
     "search",
     "main",
 )
-"""The scripts of the page; each uses only earlier ones."""
+"""The scripts of the page in order; each script uses only earlier ones."""
 _UNSAFE = re.compile("[<\u2028\u2029\ud800-\udfff]")
 NOTEBOOK_HEIGHT = 640
-"""Height in pixels of a page in a notebook."""
+"""The height of a page in a notebook, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page; `html` is the text of the file."""
+    """An HTML page; `html` is the text of the file."""
 
     html: str
 
     def save(self, path: str | Path) -> None:
-        """Write the file.
+        """Save the page as an HTML file.
 
         Raises:
             OSError: the file cannot be written.
@@ -58,13 +58,13 @@ class Page:
         write_text(path, self.html)
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for a notebook."""
+        """Return the page in a frame as HTML, for a notebook."""
         style = f"width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"
         return f'<iframe srcdoc="{html.escape(self.html)}" style="{style}"></iframe>'
 
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
-    """Build the page of a graph, which need not be verified."""
+    """Build the page that shows a graph, which may be invalid."""
     return _page(title, [{"graph": GraphData(graph).document()}])
 
 
@@ -76,7 +76,7 @@ def view_plan(
     tokens: int | None = None,
     title: str = "plan",
 ) -> Page:
-    """Build the page of a plan.
+    """Build the page that shows a plan with its graph, memory and timeline.
 
     Args:
         plan: The plan.
@@ -120,5 +120,5 @@ def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (
 
 
 def escape_for_script(text: str) -> str:
-    """Escape JSON for a script element: the result has no ``</script>``, comment or surrogate."""
+    """Escape JSON text for an HTML script element: the result has no ``</script>``, comment or surrogate."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""The columns of the page's table of passes, for one repetition of each block, and the decisions of the search.
+"""The data of the page about planner passes: the factors of values, and the reasons of the factor search.
 
 Repeated layers have one entry, so that the size of a page does not grow with the number of layers.
 """
@@ -19,10 +19,10 @@ from .intern_table import InternTable
 
 
 def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
-    """Return the sharding factors by node and axis, for one block of each kind and its leaves.
+    """Build the columns of sharding factors, by node and axis, for one block of each repeated layer and its leaves.
 
-    ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
-    whether it must not be.
+    ``a b`` is a product of two factors, and ``a | b`` has two segments. Each factor has its size, whether it is
+    sharded, and whether it cannot be sharded.
     """
     sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     number: InternTable[Factor] = InternTable()
@@ -38,7 +38,7 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
 
 
 def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
-    """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
+    """List the reasons of the factor search, as numbers of plan reasons, for each node with a sharded value."""
     sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
     reason_numbers: dict[Factor, int] = {}
@@ -55,12 +55,12 @@ def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int
 
 
 def _axis(segments: Sequence[Sequence[Factor]], number: InternTable[Factor]) -> str:
-    """Return an axis as text: factor numbers, with blanks within a segment and bars between segments."""
+    """Format the factors of an axis as numbers, with blanks within a segment and bars between segments."""
     return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
 
 
 def _distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
-    """Yield the blocks; of a repeated group, the blocks of its first repetition."""
+    """Iterate over the distinct blocks: all blocks, but of a repeated group only the first repetition."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item

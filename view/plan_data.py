@@ -1,4 +1,4 @@
-"""A plan as the data of a page: rows of work and collectives, the cost of each instruction, memory over steps."""
+"""The data of a plan for a page: timeline rows, the cost of each instruction, and memory over steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .intern_table import InternTable
 
 
 class PlanData:
-    """A plan as data, without its graph."""
+    """The data of a plan for a page, without its graph."""
 
     def __init__(self, plan: Plan, graph: GraphData, times: MeasuredPlan | None = None) -> None:
         self.plan, self.graph, self.times = plan, graph, times
@@ -43,7 +43,7 @@ class PlanData:
         self.calls = InternTable[tuple[tuple[int, ...], int]](((), 0))
 
     def document(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
+        """Build the page data of the plan, as plain data for JSON."""
         plan = self.plan
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
@@ -83,7 +83,10 @@ class PlanData:
         }
 
     def _measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
-        """Return the kernel, the seconds and the number of fused instructions, by device and instruction of a trace."""
+        """Build the measured data of a trace: the kernel and the seconds of each instruction, by device.
+
+        The column `together` has the number of fused instructions in the kernel.
+        """
         columns = [
             {
                 "kernel": [-1 if s is None else self.texts(s.kernel) for s in steps],
@@ -103,7 +106,10 @@ class PlanData:
     # ------------------------------------------------------------------------------------------------ instructions
 
     def _program(self, number: int) -> dict[str, Any]:
-        """Return columns with an entry for each instruction; `own` labels instructions that the planner added."""
+        """Build the columns of program `number`, with an entry for each instruction.
+
+        The column `own` has the names of instructions that the planner added.
+        """
         device_plan, device = self.plan.lanes[self.first[number]], self.first[number]
         program = device_plan.program
         prices = self.plan.prices[device]
@@ -129,9 +135,10 @@ class PlanData:
         }
 
     def _calls(self, device_plan: Lane) -> list[int]:
-        """Return, for each instruction, the number of a pair: its kernels, and how many instructions they compute.
+        """Number the kernel calls, and return the number of the call of each instruction.
 
-        The first pair means that the backend does not tell.
+        A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend
+        that does not report kernels.
         """
         kernels: list[list[int]] = [[] for _ in device_plan.program.instructions]
         together = [0] * len(kernels)
@@ -143,7 +150,7 @@ class PlanData:
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
-        """Return the user's node that an instruction computes or converts, and whether it only converts."""
+        """Find the user node that an instruction computes or converts, and whether it only converts."""
         device_plan = self.plan.lanes[self.first[number]]
         i = device_plan.program.instructions[at]
         user = self.node.get(i.node)
@@ -161,14 +168,16 @@ class PlanData:
                 return self.node[name], True
         return None, True
 
-    def _blocks(self, origin: Sequence[int]) -> list[int]:
-        """Return the block of each instruction.
+    def _blocks(self, node_numbers: Sequence[int]) -> list[int]:
+        """Assign a block of the graph to each instruction.
 
-        Blocks follow each other. A run of instructions of an earlier block therefore counts to the block around it,
-        unless the run contains a whole block: a device may compute an encoder between two blocks of a decoder.
+        Blocks follow each other. Consecutive instructions of an earlier block therefore count as the block around them.
+        The
+        exception is a sequence that contains a whole block: a device may compute an encoder between two blocks of a
+        decoder.
         """
         nodes, own = self.graph.graph.nodes, list[int]()
-        for node in origin:
+        for node in node_numbers:
             own.append(self.graph.block.get(nodes[node], own[-1] if own else 0) if node >= 0 else own[-1] if own else 0)
         first, last = {b: at for at, b in reversed([*enumerate(own)])}, {b: at for at, b in enumerate(own)}
         reached = list(accumulate(own, max))
@@ -182,7 +191,10 @@ class PlanData:
     # -------------------------------------------------------------------------------------------------------- rows
 
     def _rows(self, block: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
-        """Yield op, block, (first, count) by program, and devices of each row: parallel work, and collectives."""
+        """Iterate over the rows of the timeline: compute in parallel, and collectives.
+
+        Each row is a tuple: the op, the block, (first instruction, count) by program, and the devices.
+        """
         done = [0] * len(self.plan.lanes)
         collectives: dict[int, dict[int, int]] = defaultdict(dict)
         for d, device_plan in enumerate(self.plan.lanes):

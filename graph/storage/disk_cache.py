@@ -1,11 +1,12 @@
 """The disk cache: files that later processes read instead of making the same data again.
 
-1. The path of a file has a folder for its kind, and a digest of its key as its name (`make_cache_path`).
-2. A digest of the name and the data is at the start of a file. A file with another digest counts as missing. A mapped
-   file has such a digest of the name and a note at its end, because a digest of the data would read the whole file.
-3. A file is written under another name and then renamed, so several processes may write it at the same time.
-4. If a folder cannot be written, or the disk is full, one warning is logged, and each process makes the data.
-5. The least recently used files of `EVICTED_KINDS` are deleted above `MAX_CACHE_BYTES`.
+1. The path of a file has a folder for the kind of data, and a digest of the key as its name (`make_cache_path`).
+2. Each file starts with a digest of its name and data. A file with a wrong digest counts as missing.
+3. In a mapped file, the digest is after the data and covers the name and a note. A digest of the data would read the
+   whole file.
+4. A file is written under another name and then renamed, so several processes may write it at the same time.
+5. If a folder cannot be written, or the disk is full, one warning is logged, and each process makes the data.
+6. The least recently used files of `EVICTED_KINDS` are deleted above `MAX_CACHE_BYTES`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .files import PRIVATE, replacing
 UNWRITABLE_FOLDER_MESSAGE = (
     "%s cannot be kept in %s (%s), so each start makes them anew; free space, or choose another --cache-dir"
 )
-"""Logged once, at level WARNING."""
+"""The warning that a cache folder cannot be written."""
 EVICTED_KINDS = ("bindings", "cubins", "kernels", "merges", "plans", "prefetch", "processors")
 """Kinds of small files that can be created again."""
 MAX_CACHE_BYTES = 512 << 20
@@ -37,26 +38,34 @@ log = logging.getLogger("hocket.kernels")
 
 
 def cache_folder() -> Path:
-    """Return the root of the cache: $HOCKET_CACHE_DIR, else the cache folder of the user."""
+    """Return the root folder of the disk cache: $HOCKET_CACHE_DIR, or the folder for caches of the user."""
     if chosen := os.environ.get("HOCKET_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"
 
 
 def hash_key(*key: object) -> str:
-    """Return a file name for a key: 40 hexadecimal digits of the SHA-256 of its `repr`."""
+    """Return the hash of a cache key as a file name: 40 hexadecimal digits of the SHA-256 of its `repr`."""
     from hashlib import sha256  # loads OpenSSL, which `import hocket` need not do
 
     return sha256(repr(key).encode()).hexdigest()[:40]
 
 
 def make_cache_path(kind: str, *key: object) -> Path:
-    """Return the path of the cached data of a key, which has everything that determines the data."""
+    """Return the path of the cache file for data of one kind.
+
+    Args:
+        kind: The kind of the data, which is the name of the folder.
+        *key: Everything that determines the data.
+    """
     return cache_folder() / kind / hash_key(*key)
 
 
 def read_cached(file: Path) -> bytes | None:
-    """Return the data that `write_cached` wrote; None if the file is missing, damaged or renamed."""
+    """Read the data of a cache file that `write_cached` wrote.
+
+    The function returns None if the file is missing, damaged or renamed. It marks a file as used at most once a day.
+    """
     try:
         data = _check_digest(file, file.read_bytes())
     except OSError:
@@ -68,7 +77,10 @@ def read_cached(file: Path) -> bytes | None:
 
 
 def write_cached(file: Path, data: bytes) -> None:
-    """Write data for later processes; if the folder cannot be written, log that once."""
+    """Write data and their digest to a cache file for later processes.
+
+    If the folder cannot be written, one warning is logged. After the first file of a process, old files are evicted.
+    """
     folder = file.parents[1]
     _write_file(file, (_compute_digest(file, data), data), "kernels and plans", folder)
     if folder == cache_folder():
@@ -76,7 +88,12 @@ def write_cached(file: Path, data: bytes) -> None:
 
 
 def load_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
-    """Return cached data, or make and cache the data; without a file the data is only made."""
+    """Read the data of a cache file, or make the data and write the file.
+
+    Args:
+        file: The cache file. Without a file, the data are always made.
+        make: The function that makes the data.
+    """
     if file is not None and (data := read_cached(file)) is not None:
         return data
     data = make()
@@ -86,9 +103,10 @@ def load_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
 
 
 def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
-    """Return mapped read-only memory with `nbytes` bytes of data first, and the note of `write_mappable`.
+    """Map a cache file that `write_mappable_file` wrote into memory, and return the mapped memory and the note.
 
-    Returns None if the file is missing, damaged at its end, renamed or of another size.
+    The first `nbytes` bytes of the memory are the data. The function returns None if the file is missing, renamed, of
+    another size, or damaged after the data.
     """
     try:
         with open(file, "rb") as handle:
@@ -99,25 +117,27 @@ def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
     return None if note is None else (mapped, note)
 
 
-def write_mappable(file: Path, data: memoryview, note: bytes, content: str, folder: Path) -> None:
-    """Write data and a note for `map_cached`, onto the disk before the file has its name.
+def write_mappable(file: Path, data: memoryview, note: bytes, content_noun: str, folder: Path) -> None:
+    """Write data and a note to a cache file, in the form that `map_cached_file` maps into memory.
+
+    The bytes are on the disk before the file gets its name.
 
     Args:
         file: The file to write.
         data: The data.
         note: A short text about the data.
-        content: Noun for the warning if the file cannot be written.
-        folder: Folder that the warning names.
+        content_noun: A noun for the data in the warning that the file cannot be written.
+        folder: The folder that the warning names.
     """
-    _write_file(file, (data, _compute_digest(file, note), note), content, folder, durable=True)
+    _write_file(file, (data, _compute_digest(file, note), note), content_noun, folder, durable=True)
 
 
 @cache
 def evict_oldest_files(folder: Path, max_bytes: int) -> None:
-    """Delete the least recently used files until at most `max_bytes` bytes are left.
+    """Evict the oldest cache files: delete the least recently used ones until at most `max_bytes` bytes are left.
 
-    A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
-    and read at the same time. A file that is open stays readable, and a missing file is created again.
+    A process calls this function once, at its first write, so its own files may exceed the limit. Other processes may
+    delete and read at the same time. An open file stays readable, and a missing file is made again.
     """
     files: list[tuple[float, int, str]] = []
     for kind in EVICTED_KINDS:
@@ -148,14 +168,19 @@ def _write_file(
 
 
 def _compute_digest(file: Path, data: bytes) -> bytes:
-    """Return the digest of the data and the file name, which identifies the purpose of the data."""
+    """Compute the digest of a cache file: the SHA-256 of its name, which depends on the key, and its data."""
     from hashlib import sha256
 
     return sha256(file.name.encode() + b"\0" + data).digest()
 
 
 def _check_digest(file: Path, content: bytes) -> bytes | None:
-    """Return the data after a digest; None if other data or another name has the digest."""
+    """Return the data after the digest of a cache file, or None if the digest does not match the data and file name.
+
+    Args:
+        file: The file, for its name.
+        content: The digest and the data.
+    """
     data = content[DIGEST_BYTES:]
     return data if _compute_digest(file, data) == content[:DIGEST_BYTES] else None
 

@@ -1,6 +1,6 @@
-"""Atomic writes of files; only a plain file is ever replaced.
+"""Atomic writes: a file is replaced only after its new content is complete. Pipes and devices are never replaced.
 
-Every module of the package that writes a file calls this one; a test searches the sources for others.
+Every module of the package that writes a file calls this module; a test searches the sources for other writes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BEFORE_NAME = ".hocket-"
 
 @contextmanager
 def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` once it is complete; after an error nothing has changed.
+    """Open a temporary file that replaces `path` at the end of the context; after an error `path` is unchanged.
 
     A symbolic link is followed, and an existing file keeps its mode. A pipe or a device such as /dev/null is written
-    to, never replaced.
+    directly.
 
     Args:
         path: The file to write.
         mode: The mode of a new file, before the umask.
-        durable: Whether the bytes are on the disk before the file has its name, so that a crash leaves no empty file.
+        durable: Whether the bytes are on the disk before the file gets its name, so that a crash leaves no empty file.
 
     Raises:
         OSError: The file cannot be written; the error names `path`.
@@ -58,15 +58,15 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 in place of `path`, as `replacing` does. Raises `OSError`."""
+    """Write `text` as UTF-8 to the file `path`, atomically as in `replacing`. Raises `OSError`."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise `OSError` before the work, not after it, if `replacing` cannot write a file. Nothing changes.
+    """Require that `replacing` can write the file `path`; raise `OSError` if it cannot. Nothing changes on the disk.
 
-    A pipe is not opened, since that waits for a reader.
+    Commands call this function before long work. A pipe is not opened, because opening waits for a reader.
     """
     try:
         target, known = _resolve(path)
@@ -84,9 +84,10 @@ def check_writable(path: str | Path) -> None:
 
 
 def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
-    """Return the plain file or free name at the end of all links, None for others, and the status of an existing file.
+    """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
 
-    Links such as /dev/stdout may lead to a pipe or a deleted file, which no path names. Raises `OSError`.
+    The path is None for a pipe, a device, or a deleted file behind a link such as /dev/stdout. The status is None
+    without a file. Raises `OSError`.
     """
     target = os.path.realpath(path)
     try:
@@ -99,21 +100,27 @@ def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     return None, known
 
 
-def _open_beside(target: str, mode: int, known: os.stat_result | None) -> BinaryIO:
-    """Open a new file in the folder of `target`, which becomes `target` by a rename. Raises `OSError`."""
-    if known is not None:
+def _open_beside(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
+    """Open a new temporary file in the folder of `target`; a rename makes it `target` later. Raises `OSError`.
+
+    Args:
+        target: The path of the final file.
+        mode: The mode of the file, before the umask.
+        existing: The status of an existing `target`, if any.
+    """
+    if existing is not None:
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
-        mode = stat.S_IMODE(known.st_mode)
+        mode = stat.S_IMODE(existing.st_mode)
     name = os.path.join(os.path.dirname(target), f"{BEFORE_NAME}{os.urandom(8).hex()}.part")
     file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
-    if known is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
+    if existing is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
         os.fchmod(file.fileno(), mode)
     return file
 
 
 def _set_filename(error: OSError, path: str | Path) -> None:
-    """Let an error name `path`: a full disk names no file, and other errors an unfinished one."""
+    """Set the file name of an error to `path`: some errors name no file or the temporary file."""
     named = str(error.filename)
     if error.filename is None or named == os.path.realpath(path) or os.path.basename(named).startswith(BEFORE_NAME):
         error.filename = str(path)

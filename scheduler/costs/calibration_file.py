@@ -1,7 +1,7 @@
-"""Speeds that ``hocket calibrate`` measured on this machine, saved in the cache folder for plans of later processes.
+"""Saved speeds of devices, which ``hocket calibrate`` measured on this machine for the plans of later processes.
 
-A file is valid for one processor and one version of hocket. A damaged or foreign file is ignored with one warning. A
-device group without measured speeds has built-in speeds.
+The file is in the cache folder and valid for one processor and one version of hocket. A damaged or foreign file is
+ignored with one warning. A device group without saved speeds has the built-in speeds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ UNUSABLE_FILE_MESSAGE = (
 
 
 def choose_hardware(graph: Graph, group: Devices) -> Hardware:
-    """Return the measured speeds of the devices of `group`, or built-in speeds without a measurement."""
+    """Choose the speeds of a device group: the calibrated (saved) speeds, or the built-in speeds without a calibration.
+
+    A group with devices of several processes has the built-in speeds here, because all processes need equal speeds.
+    """
     if any(device.rank is not None for _, device in group):
         # all processes need the same plan, but each may have other measurements; see `shared_speeds`
         return DEFAULT_HARDWARE
@@ -45,11 +48,11 @@ def choose_hardware(graph: Graph, group: Devices) -> Hardware:
 
 
 def choose_default_hardware(group: Devices) -> Hardware:
-    """Return the built-in speeds of a group; `DEFAULT_HARDWARE` is one device with all processors of a machine.
+    """Scale the built-in speeds by the threads of the devices in a group.
 
-    Virtual devices share the processors and the memory of their machine. The speed of a device is proportional to its
-    threads: two devices are together as fast as one device with the threads of both. All devices of a group have the
-    speed of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
+    `DEFAULT_HARDWARE` is one device with all processors of a machine. Virtual devices share the processors and the
+    memory of their machine. The speed of a device is proportional to its threads. All devices of a group have the speed
+    of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
     """
     threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
     if not threads or len(threads) < len(group):
@@ -64,9 +67,9 @@ def choose_default_hardware(group: Devices) -> Hardware:
 
 
 def find_local_speeds(group: Devices) -> Speeds | None:
-    """Return the speeds that this machine has saved for a group like `group`, or None.
+    """Find the saved speeds of this machine for a device group, or None.
 
-    It does not matter which processes of this machine have the devices.
+    The result does not depend on the processes that have the devices.
     """
     file = make_speeds_path()
     if not file.exists():
@@ -79,35 +82,40 @@ def find_local_speeds(group: Devices) -> Speeds | None:
 
 
 def describe_speed_source(hardware: Hardware) -> str:
-    """Return the origin of the speeds of a plan; for built-in speeds with a hint how to measure them."""
+    """Describe the source of the speeds of a plan; built-in speeds come with a hint how to measure."""
     return (
         f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN_SOURCE else hardware.source
     )
 
 
 def describe_calibrated_source() -> str:
-    """Return the `Hardware.source` of saved speeds: "calibrated" with the day of the measurement."""
+    """Describe the date of the calibration that saved the speeds: "calibrated" and the day, as `Hardware.source`."""
     with suppress(ValueError, AttributeError):
         return f"calibrated {json.loads(read_cached(make_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
     return "calibrated on an unknown day"
 
 
 def format_group_key(group: Devices) -> str:
-    """Return the key of saved speeds: the kind and the settings of each device, the same for groups of equal speed."""
+    """Return the key of a device group for its saved speeds: the kind and the settings of each device.
+
+    Groups of equal speed have equal keys.
+    """
     return ", ".join(
         sorted(f"{d.kind} with {b.describe_settings() if isinstance(b, SupportsPlanCache) else '-'}" for b, d in group)
     )
 
 
 def make_speeds_path() -> Path:
-    """Return the path of the file with the saved speeds."""
+    """Return the path of the file with the saved speeds of this machine."""
     return cache_folder() / "speeds" / "speeds.json"
 
 
 def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
-    """Replace the saved speeds of all groups, and return the path of the file.
+    """Write the speeds of device groups to the file of saved speeds, and return its path. The old file is replaced.
 
-    Keys are of `format_group_key`. Plans name today's date and `note` as the source of these speeds.
+    Args:
+        speeds_by_key: The speeds by `format_saved_speeds_key`.
+        note: A text that plans name, with the date, as the source of the speeds.
     """
     day = f"{date.today()}{note and ', '}{note}"
     of = {name: speeds_to_data(speeds) for name, speeds in speeds_by_key.items()}
@@ -119,9 +127,9 @@ def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
 
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:
-    """Return the speeds that `write_speeds` wrote, by group key, or None if they are unusable.
+    """Read the saved speeds of all device groups by key, or return None if the file is unusable.
 
-    They are unusable if the file is damaged, or if another processor or another version of hocket wrote it.
+    A file is unusable if it is damaged, or if another processor or another version of hocket wrote it.
     """
     data = read_cached(file)
     if data is None:
@@ -135,13 +143,13 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 
 def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
-    """Return the fields of `speeds` by name, as JSON data and as keyword arguments of `Speeds`."""
+    """Return the fields of `speeds` by name as plain data, which are JSON data and keyword arguments of `Speeds`."""
     figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
     return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
 def _is_valid(s: Speeds) -> bool:
-    """Return whether speeds from a file are usable: speeds are valid, and cache shares are ascending by size."""
+    """Return whether speeds from a file are valid: all figures are in range, and the sizes of cache shares ascend."""
     # speeds by dtype are checked as speeds by op
     each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
     others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)
@@ -156,7 +164,7 @@ def _is_valid(s: Speeds) -> bool:
 
 @cache
 def _describe_machine() -> str:
-    """Return a text that identifies this version of hocket and the processors of this machine."""
+    """Describe this version of hocket and the processors of this machine in one text, which identifies both."""
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -167,5 +175,5 @@ def _describe_machine() -> str:
 
 @cache
 def _warn_of_unusable_file(file: str) -> None:
-    """Log a warning that `file` is unusable, once in each process."""
+    """Warn that the file of saved speeds is unusable, once in each process."""
     log.warning(UNUSABLE_FILE_MESSAGE, file)

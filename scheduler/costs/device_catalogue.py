@@ -1,4 +1,4 @@
-"""Known kinds of devices and links by name, with the speeds of their data sheets.
+"""The known kinds of devices and links by name, with the speeds of their data sheets.
 
 FLOP/s are for dense 16-bit products on tensor cores. For AMD they are for 32-bit vector arithmetic, because kernels use
 no matrix cores there. Bandwidths are in bytes/s: for memory, and for one direction of a link.
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """The figures of one kind of device.
+    """The data sheet of one kind of device: speeds, memory, link and GPU architecture.
 
     Attributes:
         flops: Floating-point operations per second.
@@ -26,7 +26,7 @@ class DataSheet:
         capability: The compute capability (``90``) or the architecture (``gfx942``) of a GPU; empty otherwise.
         backend: The backend that runs on a real GPU of this kind.
         launch: Seconds to launch one kernel.
-        like: A built-in kind on which kernels reach the same shares of the data sheet; empty for none.
+        like: A built-in kind of device on which kernels reach the same shares of the data sheet; empty for none.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class DataSheet:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """The speed of one kind of link: seconds until a message arrives, and bytes/s in one direction."""
+    """The speeds of one kind of link: seconds until a message arrives, and bytes/s in one direction."""
 
     latency: float
     bandwidth: float
@@ -49,7 +49,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The known kinds of devices and links, by name."""
+    """A catalogue of the known kinds of devices and links, by name."""
 
     data_sheets: Mapping[str, DataSheet]
     links: Mapping[str, LinkSpeeds]

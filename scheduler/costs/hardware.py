@@ -1,4 +1,4 @@
-"""Speeds of devices and links, and the estimated seconds of ops, collectives and runs on them.
+"""The hardware model: speeds of devices and links, and the estimated seconds of ops and collectives.
 
 `WorkCounter` counts the FLOPs and bytes of a node. `Hardware` estimates the seconds of this work:
 
@@ -39,7 +39,7 @@ BUILT_IN_SOURCE = "built in"
 
 
 class WorkEstimate(NamedTuple):
-    """The work estimate of one op call.
+    """The work of one op call: its FLOPs and bytes.
 
     Attributes:
         flops: Floating-point operations.
@@ -100,7 +100,7 @@ class Hardware:
 
     @property
     def solo_hardware(self) -> Hardware:
-        """The speeds of one device while the other devices are idle."""
+        """The hardware model of a solo device: its speeds while the other devices are idle."""
         if self.alone_flops == self.alone_bandwidth == 1.0:
             return self
         return replace(
@@ -119,10 +119,11 @@ class Hardware:
 
     @property
     def is_valid(self) -> bool:
-        """Whether every figure is finite and in its range.
+        """Whether all speeds are valid: every figure is finite and in its range.
 
-        Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. No device is slower alone,
-        so `alone_flops` and `alone_bandwidth` are at least 1. `machine` is an integer of at least 0.
+        Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. A device is never slower
+        while the others are idle, so `alone_flops` and `alone_bandwidth` are at least 1. `machine` is an integer of at
+        least 0.
         """
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
         of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
@@ -140,11 +141,11 @@ class Hardware:
         return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:
-        """Return the number of `devices` in each machine that has at least one of them."""
+        """Count the given devices on each machine that has at least one of them."""
         return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
 
     def count_machines(self, devices: Iterable[int]) -> int:
-        """Return the number of machines that have at least one of `devices`."""
+        """Count the machines that have at least one of the given devices."""
         return len(self.count_devices_per_machine(devices))
 
     def compute_seconds(
@@ -157,7 +158,7 @@ class Hardware:
         *,
         launches: float = 1.0,
     ) -> float:
-        """Estimate the seconds of one op call with its launches; the first parameters are the fields of `WorkEstimate`.
+        """Estimate the seconds of one op call and its launches; the first parameters are the fields of `WorkEstimate`.
 
         Args:
             flops: Floating-point operations.
@@ -186,7 +187,7 @@ class Hardware:
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def collective_seconds(self, nbytes: float, machine_count: int = 1) -> float:
-        """Return the seconds of a collective in which each device sends `nbytes` bytes.
+        """Return the estimated seconds of a collective in which each device sends `nbytes` bytes.
 
         Over several machines the latency counts ceil(log2(machine count)) times, because each message doubles the
         number of machines that have a value.
@@ -196,7 +197,7 @@ class Hardware:
         return self.link_latency + nbytes / self.link_bandwidth
 
     def estimate_collective(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
-        """Estimate the cost of a collective of `devices` over a value of `nbytes` bytes; the cheaper algorithm counts.
+        """Estimate the cost of a collective over a value of `nbytes` bytes, with the fastest algorithm for its devices.
 
         An all-reduce over several machines with equal device counts has two algorithms. The first one is a single
         all-reduce over all devices. The second one has three steps:
@@ -235,7 +236,7 @@ DEFAULT_HARDWARE = Hardware()
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """The predicted cost of one collective.
+    """The estimated cost of one collective: bytes and seconds.
 
     Attributes:
         bytes_sent: Bytes that each device sends.
@@ -251,13 +252,13 @@ class CollectiveCost:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all parts."""
+        """The seconds of the whole collective, within machines and between machines."""
         return self.inside_machine_seconds + self.across_machines_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The predicted time of one run.
+    """The estimate of the time of one run of a plan.
 
     Attributes:
         compute: Seconds in kernels, on the slowest device.
@@ -273,15 +274,15 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """The seconds of the run: overlapped seconds count once."""
+        """The total seconds of the run; seconds in which kernels and collectives overlap count once."""
         return self.compute + self.collectives - self.hidden
 
 
 def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
-    """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
+    """Compute the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
-    A ring of N devices sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce consists of
-    both, and sends twice as much. A message sends all bytes.
+    In a ring of N devices, each device sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce
+    consists of both, and sends twice the bytes. A message sends all bytes.
     """
     if op in ("send", "receive"):
         return nbytes
@@ -289,13 +290,13 @@ def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
 
 
 class WorkCounter:
-    """Counts the FLOPs and bytes of nodes. Layers repeat, so equal nodes are counted once."""
+    """A counter of the work of nodes, in FLOPs and bytes, with a cache of equal nodes, because layers repeat."""
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}
 
     def count_work(self, node: Node) -> WorkEstimate:
-        """Return the work estimate of `node`."""
+        """Count the FLOPs and bytes of the op call of `node`."""
         homes = tuple(find_storage_node(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
@@ -315,9 +316,9 @@ class WorkCounter:
 
 
 def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
-    """Return the bytes that a run of `graph` reads of each weight and state.
+    """Compute the bytes that one run of `graph` reads of each leaf that is a weight or a state.
 
-    Of a table only the selected rows count, and of experts only the experts that tokens use.
+    Only the selected rows of a table count, and only the experts that tokens use.
     """
     counts, read = WorkCounter(), defaultdict[Node, float](float)
     for node in graph.nodes:
@@ -334,7 +335,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
 
 
 def find_viewed_node(value: Value) -> Node:
-    """Return the node that computes or holds the memory of `value`, behind all views."""
+    """Find the base node of a view: the first node behind all views of `value`, which computes or holds its memory."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -342,10 +343,10 @@ def find_viewed_node(value: Value) -> Node:
 
 
 def find_storage_node(value: Value) -> Node:
-    """Return the leaf that holds the memory of `value`, behind views and updates of some entries.
+    """Find the node that owns the memory of `value`, behind views and in-place updates of single entries.
 
-    Example: the storage of a KV cache with new rows is the state of the cache, because most rows are unchanged. For a
-    value in memory of its own, the node that computes the value is returned.
+    Example: the owner of a KV cache with new rows is the state of the cache, because most rows are unchanged. A value
+    in memory of its own belongs to the node that computes the value.
     """
     while not value.node.is_leaf:
         declared, node = op_of(value.node), value.node

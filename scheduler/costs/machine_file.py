@@ -1,4 +1,4 @@
-"""Reads the description of a user's machine for ``--simulate FILE.toml``: its own kinds of devices and links.
+"""The reader of machine files for ``--simulate FILE.toml``, which describe the devices and links of a user.
 
 ```toml
 simulate = "server:4,cable"  # the machine, as after --simulate
@@ -33,11 +33,11 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TableKey(NamedTuple):
-    """The rule for one key of a table.
+    """The rule for one key of a TOML table: the field that the key sets, the allowed values, and the unit.
 
     Attributes:
         field_name: The field that the key sets.
-        allowed_values: The test of the value.
+        allowed_values: The argument kind of allowed values.
         unit_factor: The factor from the unit of the key to the unit of the field; None for a value without a unit.
     """
 
@@ -47,12 +47,12 @@ class TableKey(NamedTuple):
 
 
 def _make_text_kind(description: str, pattern: str) -> ArgumentKind:
-    """Return the argument kind of texts that match the whole of a regular expression."""
+    """Make the argument kind that accepts texts if the pattern, a regular expression, matches the whole text."""
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
 def _make_choice_kind(names: Mapping[str, object]) -> ArgumentKind:
-    """Return the argument kind of the texts that are keys of `names`."""
+    """Make the argument kind of a choice, which accepts the keys of `names`."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
@@ -94,7 +94,10 @@ DEFAULT_DATA_SHEET = DataSheet(flops=100e9, bandwidth=20e9, memory=64 * GIB, lin
 
 
 def read_machine_file(path: Path) -> tuple[str, Catalogue]:
-    """Return the description of the machine, and the catalogue with the built-in and the user's kinds and links.
+    """Read a machine file: return the description of the machine and a catalogue.
+
+    The description is a text as after ``--simulate``. The catalogue has the built-in kinds of devices and links, and
+    the kinds of the file.
 
     Raises:
         PlanError: The file cannot be read or is no TOML, a key is unknown or missing, or a value is out of range. The
@@ -114,7 +117,7 @@ def read_machine_file(path: Path) -> tuple[str, Catalogue]:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """Read a TOML file, or raise `PlanError` if it is missing, too large or malformed."""
+    """Read a TOML file, or raise `PlanError` if the file is missing, too large or malformed."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -135,7 +138,7 @@ def _read_keys(
     known: Mapping[str, TableKey],
     needed: Mapping[str, TableKey] | None = None,
 ) -> dict[str, Any]:
-    """Return the values of the fields that a table sets, in the units of the fields.
+    """Read the fields that one TOML table sets, in the units of the fields.
 
     Args:
         path: The file, for messages.
@@ -159,7 +162,7 @@ def _read_keys(
 
 
 def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` of a document with their names.
+    """List the tables of the user, ``[kinds.NAME]`` or ``[links.NAME]``, with their names.
 
     Raises:
         PlanError: A name is malformed or built in, or an entry is no table.
@@ -176,7 +179,7 @@ def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tu
 
 
 def _read_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
-    """Return the figures of a kind from its table; the figures of ``like`` stand for missing keys."""
+    """Read the data sheet of one device kind from its table; missing keys take the figures of the kind ``like``."""
     fields = _read_keys(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
     machine = replace(CATALOGUE.data_sheets[table["like"]] if "like" in table else DEFAULT_DATA_SHEET, **fields)
     require(PlanError, str(path), f"{where}link", machine.link, _make_choice_kind(known.links))

@@ -1,4 +1,4 @@
-"""The speeds with which all ranks plan: each rank sends its calibrated speeds, and all take the slowest.
+"""Speeds on which all ranks agree: each rank sends its calibrated speeds, and all ranks take the slowest ones.
 
 Ranks of one machine read the same calibration. Machines may have different calibrations, or none. Devices wait for the
 slowest device, so all ranks plan with its speeds, and get the same plans.
@@ -20,10 +20,10 @@ from .speeds import Speeds
 
 @dataclass(frozen=True, slots=True)
 class RankSpeeds:
-    """The speeds of the slowest device of a group, equal on all ranks.
+    """The speeds on which all ranks agreed: the speeds of the slowest device of a group, equal on all ranks.
 
-    Without calibrated speeds on any rank, `slowest_speeds` is None and `default_hardware` is used.
-    `has_several_machines` says that the devices are in more than one machine. `speeds_source` names the origin of the
+    `slowest_speeds` is None without calibrated speeds on any rank; then `default_hardware` is used.
+    `has_several_machines` states that the devices are in more than one machine. `speeds_source` names the origin of the
     speeds.
     """
 
@@ -33,7 +33,10 @@ class RankSpeeds:
     speeds_source: str = "calibrated"
 
     def hardware_for_graph(self, graph: Graph) -> Hardware:
-        """Return the speeds for the weights of `graph`. Between machines, the link speeds are the built-in ones."""
+        """Return the hardware model for a graph, with the speeds for its weights.
+
+        The speeds of links between machines are the built-in ones.
+        """
         if self.slowest_speeds is None:
             return self.default_hardware
         known = replace(self.slowest_speeds.hardware_for(graph), source=self.speeds_source)
@@ -43,10 +46,10 @@ class RankSpeeds:
 
 
 def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
-    """Exchange the calibrated speeds of a group between all ranks; every rank must call this function.
+    """Agree on the speeds of a group: exchange calibrated speeds between all ranks, and take the slowest.
 
-    Each rank sends the speeds of the devices of its own machine. Only there are the thread counts known, and so the
-    names under which the speeds are stored.
+    Every rank must call this function. Each rank sends the speeds of the devices of its own machine. Only the own
+    machine knows the thread counts, and therefore the keys of the saved speeds.
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]

@@ -1,4 +1,4 @@
-"""Simulated devices: known hardware by name, for plans and predicted times before the hardware is bought.
+"""Simulated devices: known hardware by name, for plans and predicted times of hardware that is not present.
 
 Plans for simulated GPUs follow the rules of the real backend: stored dtypes, scratch bytes and fused instructions.
 
@@ -48,7 +48,7 @@ HOST_LINK = ("pcie4",)
 
 
 class SimulatedBackend:
-    """A backend for plans only; nothing runs on it.
+    """A backend for plans only; its devices run nothing.
 
     Values keep their dtypes, kernels need no scratch, and each instruction is one launch. `kind` is the device kind,
     such as ``h200``. `data_sheet` has its figures.
@@ -64,7 +64,7 @@ class SimulatedBackend:
 
     @property
     def predicted_speeds(self) -> PredictedSpeeds | None:
-        """The speeds that kernels should reach; None if only the data sheet is known."""
+        """The speeds that kernels are predicted to reach; None if only the data sheet is known."""
         return None
 
     def devices(self) -> Sequence[Device]:
@@ -105,12 +105,12 @@ class SimulatedBackend:
         self._raise_unsupported(f"run a program on {on}")
 
     def _raise_unsupported(self, what: str) -> NoReturn:
-        """Raise an error for an action that needs a real device; `what` is the action, such as "load a weight"."""
+        """Raise an error for an action that needs a real device, such as "load a weight"."""
         raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
 
 
 class SimulatedGpu(SimulatedBackend):
-    """A simulated backend for GPUs that answers the planner by the rules of the real backend."""
+    """A simulated backend for GPUs, which answers the planner by the rules of the real GPU backend."""
 
     def __init__(self, kind: str, data_sheet: DataSheet) -> None:
         super().__init__(kind, data_sheet)
@@ -137,7 +137,7 @@ class SimulatedGpu(SimulatedBackend):
         return self._planning_backend.reads_strided(node, operand)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        """Return the kernels that the program would launch, in order."""
+        """List the kernel calls with which the real backend would run the program, in order."""
         return (
             self._planning_backend.list_kernels(program, on) if isinstance(self._planning_backend, ListsKernels) else ()
         )
@@ -153,7 +153,7 @@ class SimulatedGpu(SimulatedBackend):
 
 
 def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> SimulatedBackend:
-    """Return the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
+    """Build the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
 
     Raises:
         PlanError: The kind is unknown; the message lists the known kinds.
@@ -165,9 +165,13 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
 
 
 def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
-    """Return predicted speeds for `data_sheet`, scaled from the predicted speeds `known` of the kind `data_sheet.like`.
+    """Scale the predicted speeds of the kind `data_sheet.like` to the figures of `data_sheet`.
 
     Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
+
+    Args:
+        known: The predicted speeds of the kind `data_sheet.like`.
+        data_sheet: The figures of the new kind.
     """
     if not data_sheet.like:
         return known
@@ -201,7 +205,7 @@ class SimulatedGroup:
     host_hardware: Hardware
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return `hardware` with the speeds that the slowest device should reach with the weights of `graph`."""
+        """Return the hardware model for a graph: the speeds that the slowest device should reach with its weights."""
         known = [of.products for of in self.predicted_speeds_by_kind.values()]
         speeds = [
             Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware_for(graph) for reached in known
@@ -217,7 +221,7 @@ class SimulatedGroup:
 
     @property
     def predicted_speeds_by_kind(self) -> Mapping[str, PredictedSpeeds]:
-        """The predicted speeds of each kind of device for which more than the data sheet is known."""
+        """The predicted kernel speeds of each kind of device; kinds with a data sheet alone are omitted."""
         return {
             kind: reached
             for kind, backend in self.backends_by_kind.items()
@@ -226,11 +230,11 @@ class SimulatedGroup:
 
     @property
     def backends_by_kind(self) -> Mapping[str, SimulatedBackend]:
-        """The backend of each kind of device."""
+        """The simulated backend of each kind of device."""
         return {backend.kind: backend for backend, _ in self.group}
 
     def describe_speeds(self, graph: Graph) -> Iterator[str]:
-        """Return the speeds of a plan for `graph` as lines of text.
+        """Yield lines of text that describe the speeds of a plan for `graph`.
 
         The first line has the source of the speeds, and the speeds of matrix products. One line follows for each dtype
         of weights, and for each op with a known speed: the speed, its share of the data sheet, and the bottleneck.
@@ -254,16 +258,19 @@ class SimulatedGroup:
                 )
 
 
-def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
-    """Return the lowest speed of each op over several kinds of devices; no speed exceeds `sheet`.
+def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_speed: float) -> Mapping[str, float]:
+    """Compute the minimum speed of each op over several kinds of devices.
 
-    `sheet` is the speed of the slowest data sheet. It also stands for devices without predicted speeds.
+    Args:
+        speeds: The predicted speeds by op, of each kind of device.
+        data_sheet_speed: The speed of the slowest data sheet, which limits all speeds. It is also the speed of a device
+            without predicted speeds.
     """
-    return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
+    return {op: min([data_sheet_speed, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
 def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: KernelSpeeds) -> str:
-    """Return a line with the speeds of a dtype or an op, their shares of the data sheet, and the bottlenecks."""
+    """Describe the kernel speeds of a dtype or an op in one line: speeds, shares of the data sheet, and bottlenecks."""
     bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
     few, many = (
         f", set by {limits[name]}" if name in limits else ""
@@ -296,7 +303,7 @@ def parse_simulated_group(text: str) -> SimulatedGroup:
 
 
 def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
-    """Parse a description of one machine, or of several equal machines with the link between them."""
+    """Parse the description of one machine, or of several equal machines with the link between them."""
     machine, times, rest = text.partition(" x ")
     if not times:
         return _parse_machine(text, text, 1, known)
@@ -315,7 +322,14 @@ def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
 
 
 def _parse_machine(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
-    """Return the group of `machine_count` equal machines; `description` is the part of `text` about one machine."""
+    """Parse the description of one machine, and return the group of `machine_count` machines like it.
+
+    Args:
+        text: The whole description, for messages.
+        description: The part about one machine.
+        machine_count: The number of equal machines.
+        known: The known kinds of devices and links.
+    """
     counts: dict[str, int] = {}
     links: list[str] = []
     for part in description.split(","):
@@ -343,7 +357,13 @@ def _parse_machine(text: str, description: str, machine_count: int, known: Catal
 
 
 def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
-    """Return the lowest speeds of several kinds of devices; without `links` the links of the kinds count."""
+    """Build the hardware model with the slowest speeds of several kinds of devices.
+
+    Args:
+        data_sheets: The kinds of devices.
+        links: Names of links; without names, the links of the kinds count.
+        known: The known kinds of devices and links.
+    """
     joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
     return Hardware(
         flops=min(sheet.flops for sheet in data_sheets),
@@ -356,7 +376,7 @@ def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[st
 
 
 def _describe_wrong_spec(text: str, part: str, known: Catalogue) -> str:
-    """Return the error message for a description `text` that is wrong at `part`."""
+    """Return the error message for the machine description `text`, which is wrong at `part`."""
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
         f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "

@@ -1,8 +1,8 @@
-"""The speeds of a device group for weights of each dtype, measured or predicted, and the `Hardware` of a graph.
+"""Speeds of a device group by the dtype of the weights, and the hardware model of a graph with several dtypes.
 
-A graph may have weights of several dtypes. Its bandwidth is the total bytes divided by the total seconds of all
-dtypes, and likewise the arithmetic speed. Caches hold a share of the weights that consecutive runs read again. This
-share depends on the bytes of all weights and states.
+The bandwidth of a graph is the total bytes divided by the total seconds of all dtypes, and likewise the arithmetic
+speed. Caches hold a share of the weights that consecutive runs read again. This share depends on the bytes of all
+weights and states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ CACHE_WINDOW_RUNS = 64
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Speeds of a device group at work together, in bytes/s, FLOP/s and seconds; 0 or an empty mapping is unknown.
+    """Measured or predicted speeds of a device group, for devices that all work at the same time.
+
+    Bandwidths are in bytes/s, arithmetic in FLOP/s. 0 or an empty mapping is unknown.
 
     Attributes:
         bandwidth: Weight bytes from memory in products with one vector, by dtype of the weights.
@@ -59,7 +61,10 @@ class Speeds:
     state_bandwidth: float = 0.0
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the speeds for the weights of `graph`. A dtype without a measurement counts as the slowest dtype."""
+        """Return the hardware model for a graph: the speeds for the dtypes of its weights.
+
+        A dtype without a measurement has the speeds of the slowest dtype.
+        """
         nbytes: dict[str, float] = defaultdict(float)
         numbers: dict[str, float] = defaultdict(float)
         for v in graph.weights:
@@ -73,9 +78,9 @@ class Speeds:
         )
 
     def _estimate_weight_bandwidth(self, graph: Graph) -> float:
-        """Return the bytes/s of the weights of `graph` in consecutive runs, which find a share of them in caches.
+        """Estimate the bandwidth of the weights of `graph` in bytes/s, in consecutive runs with some weights in caches.
 
-        For each dtype: 1 / (share / cache speed + (1 - share) / memory speed).
+        For each dtype: 1 / (share / cache speed + (1 - share) / memory speed), with the cached share of all weights.
         """
         read = compute_read_bytes_by_leaf(graph)
         share = self.estimate_cached_share(
@@ -92,7 +97,7 @@ class Speeds:
         return _compute_harmonic_mean_speed(speeds, amounts)
 
     def estimate_cached_share(self, nbytes: float) -> float:
-        """Return the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
+        """Estimate the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
 
         The share is interpolated linearly between the measured sizes. Above the largest size, the number of cached
         bytes is constant. Without a measurement the share is 0.
@@ -104,7 +109,7 @@ class Speeds:
 
     @property
     def weight_independent_hardware(self) -> Hardware:
-        """The speeds that do not depend on the weights of a graph."""
+        """The hardware model with the speeds that do not depend on the weights of a graph."""
         return Hardware(
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,
@@ -119,7 +124,7 @@ class Speeds:
 
 
 def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """Return the total amount divided by the total seconds: the harmonic mean of `speeds`, weighted by `amounts`.
+    """Compute the mean speed as the harmonic mean of `speeds`, weighted by `amounts`: total amount / total seconds.
 
     An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.
     """

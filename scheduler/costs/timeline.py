@@ -1,11 +1,12 @@
-"""The timeline of a plan: compute spans between collectives, and the collectives, on one virtual clock.
+"""The timeline of a plan: compute spans between collectives, and the collectives, with predicted times.
 
 A program of a model with a hundred layers has about a thousand instructions for each device. Its timeline has a few
 hundred entries, which people can read.
 
 1. Predict the cost of each instruction (`compute_instruction_costs`).
-2. Split each program at its collectives (`_ProgramSpans`), and merge equal spans of several devices (`build_timeline`).
-3. Advance a clock for each device through the entries (`advance_clocks`).
+2. Split each program at its collectives (`_SpansBetweenCollectives`), and merge equal spans of several devices
+   (`build_timeline`).
+3. Advance a clock for each device through the entries (`compute_device_end_seconds`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ MAX_CONCURRENT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """`instruction_count` instructions from `first_instruction` on, equal on each of `devices`; or one collective.
+    """One entry of a timeline: a compute span that several devices share, or one collective.
+
+    The entry has `instruction_count` instructions from `first_instruction` on, equal on each of `devices`.
 
     - `op` is ``work`` for a compute span, or the op of the collective.
     - `bytes_read` are the bytes that the busiest device moves through memory, and `bytes_sent` the bytes that it sends.
-    - `unsharded_seconds` are the least seconds with every weight and state that is read whole on each device. The field
-      is None if all of these are whole.
+    - `unsharded_seconds` are the predicted seconds if each device read every weight and state whole. The field is None
+      if all of these are whole anyway.
     - `sending_device` is the sender of a message.
-    - A compute span that `is_overlapped` does not wait for the collective before it.
+    - A compute span with `is_overlapped` does not wait for the collective before it.
     """
 
     op: str
@@ -57,7 +60,7 @@ class TimelineEntry:
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """The predicted cost of one instruction.
+    """The predicted cost of one instruction: FLOPs, bytes and seconds.
 
     `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
     seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
@@ -105,7 +108,7 @@ class InstructionCosts:
         )
 
     def cost_of(self, at: int) -> InstructionCost:
-        """Return the cost of the instruction at position `at`."""
+        """Return the predicted cost of the instruction at position `at`."""
         return self._all_costs[at]
 
     @cached_property
@@ -136,15 +139,15 @@ class InstructionCosts:
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
     def _list_participants(self, i: Instruction) -> Sequence[int]:
-        """Return the devices that take part in a collective or a message."""
+        """List the devices that take part in a collective or a message."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
         return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _compute_unsharded_excess(self, node: Node) -> tuple[float, float]:
-        """Return the factor of work, and the additional bytes, with the weights and states of `node` unsharded.
+        """Estimate the unsharded work of a node: the factor of FLOPs, and the extra bytes of whole weights and states.
 
-        Weights and states with at least one entry on this device count.
+        Only weights and states with at least one entry on this device count.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
@@ -158,14 +161,14 @@ class InstructionCosts:
 
 
 def compute_instruction_costs(
-    device_plans: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]
+    device_plans: Sequence[Lane], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
 ) -> list[InstructionCosts]:
-    """Return the instruction costs of each device; devices with equal programs share one object.
+    """Compute the predicted instruction costs of each device; devices with equal programs share one object.
 
     Args:
         device_plans: The device plans.
         speeds: The speeds of each device.
-        whole: Bytes of each weight and state before sharding, by name.
+        unsharded_bytes: Bytes of each weight and state before sharding, by name.
     """
     prices: list[InstructionCosts] = []
     counts, groups = WorkCounter(), find_collective_groups([device_plan.program for device_plan in device_plans])
@@ -177,13 +180,20 @@ def compute_instruction_costs(
         device_plan = device_plans[number]
         key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
         if key not in uses:
-            uses[key] = device_plan.find_kernel_use()
-        prices.append(InstructionCosts(device_plan, speeds[number], whole, counts, number, groups[number], uses[key]))
+            uses[key] = device_plan.kernel_use()
+        prices.append(
+            InstructionCosts(device_plan, speeds[number], unsharded_bytes, counts, number, groups[number], uses[key])
+        )
     return prices
 
 
 def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
-    """Return all entries of the timeline, in the order of the collectives."""
+    """Build the timeline of a plan: all entries in the order of the collectives.
+
+    Args:
+        device_plans: The device plans.
+        prices: The instruction costs of each device.
+    """
     goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
     own: list[_ProgramSpans] = []
     for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
@@ -197,24 +207,24 @@ def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCos
     return timeline + _merge_equal_entries({d: p.final_entry for d, p in enumerate(own)})
 
 
-def compute_end_time(found: Sequence[TimelineEntry], devices: int) -> float:
-    """Return the seconds until the last device ends."""
-    return max(advance_clocks(found, [0.0] * devices), default=0.0)
+def compute_end_time(timeline: Sequence[TimelineEntry], devices: int) -> float:
+    """Compute the seconds at which the last device ends, if all devices begin at 0."""
+    return max(advance_clocks(timeline, [0.0] * devices), default=0.0)
 
 
-def advance_clocks(found: Sequence[TimelineEntry], begins: Sequence[float]) -> list[float]:
-    """Return the time at which each device ends, for the time at which it begins.
+def advance_clocks(timeline: Sequence[TimelineEntry], start_seconds: Sequence[float]) -> list[float]:
+    """Compute the seconds at which each device ends a timeline, from the seconds at which each device begins.
 
-    A device starts a compute span when it has ended the previous entry. A collective starts when all its devices have
-    arrived, and a message when its sender has. An overlapped span starts when the device has arrived at the collective
-    before it.
+    - A device starts a compute span when it has ended the previous entry.
+    - A collective starts when all its devices have arrived, and a message when its sender has.
+    - An overlapped span starts when the device has arrived at the collective before it.
 
     Args:
-        found: The timeline.
-        begins: Seconds at which each device begins.
+        timeline: The timeline.
+        start_seconds: Seconds at which each device begins.
     """
-    worked, collective_ends = [*begins], [*begins]
-    for stage in found:
+    worked, collective_ends = [*start_seconds], [*start_seconds]
+    for stage in timeline:
         if stage.op == COMPUTE:
             for d in stage.devices:
                 worked[d] = (worked[d] if stage.is_overlapped else max(worked[d], collective_ends[d])) + stage.seconds
@@ -228,40 +238,47 @@ def advance_clocks(found: Sequence[TimelineEntry], begins: Sequence[float]) -> l
     return [*map(max, worked, collective_ends)]
 
 
-def is_sequential(found: Sequence[TimelineEntry], devices: int) -> bool:
-    """Return whether one device at a time computes, except for a share `MAX_CONCURRENT_SHARE` of the time."""
-    took = compute_end_time(found, devices)
-    busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in found)
+def is_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
+    """Return whether a timeline is sequential: one device at a time computes.
+
+    Other devices may compute during the share `MAX_CONCURRENT_SHARE` of the time.
+    """
+    took = compute_end_time(timeline, devices)
+    busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in timeline)
     return busy <= (1 + MAX_CONCURRENT_SHARE) * took
 
 
-def estimate_run_time(found: Sequence[TimelineEntry], devices: int) -> Estimate:
-    """Return the predicted time of one run: compute, collectives, their number, and the overlapped seconds."""
-    collectives = [s for s in found if s.op != COMPUTE]
-    sent, took = sum(s.seconds for s in collectives), compute_end_time(found, devices)
+def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estimate:
+    """Estimate the time of one run of a timeline: compute, collectives, their number, and the overlapped seconds."""
+    collectives = [s for s in timeline if s.op != COMPUTE]
+    sent, took = sum(s.seconds for s in collectives), compute_end_time(timeline, devices)
     one_by_one = took
-    if any(s.is_overlapped for s in found):
-        one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in found], devices)
+    if any(s.is_overlapped for s in timeline):
+        one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in timeline], devices)
     compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
     return Estimate(compute, sent, len(collectives), one_by_one - took + max(0.0, sent - one_by_one))
 
 
 def count_collective_bytes(i: Instruction) -> int:
-    """Return the bytes of the unsharded value of a collective."""
+    """Count the bytes of the unsharded value of a collective."""
     return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
 def _count_copied_bytes(i: Instruction) -> float:
-    """Return the bytes that a copy instruction reads and writes."""
+    """Count the bytes that a copy instruction reads and writes."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
-def _merge_equal_entries(work: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
-    """Return one entry for each group of devices with equal ops between two collectives; the longest time counts."""
+def _merge_equal_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
+    """Merge the compute entries of devices with equal ops between two collectives; the longest time counts.
+
+    Args:
+        entry_by_device: The ops as text and the compute entry of each device.
+    """
     groups: dict[str, list[tuple[int, TimelineEntry]]] = defaultdict(list)
-    for device, (kind, stage) in work.items():
+    for device, (ops_text, stage) in entry_by_device.items():
         if stage.instruction_count:
-            groups[kind].append((device, stage))
+            groups[ops_text].append((device, stage))
     merged = []
     for members in groups.values():
         longest = max((s for _, s in members), key=lambda s: s.seconds)
@@ -274,18 +291,26 @@ def _merge_equal_entries(work: Mapping[int, tuple[str, TimelineEntry]]) -> list[
     return merged
 
 
-def _build_collective_entry(there: Sequence[int], own: Sequence[_ProgramSpans], number: int) -> TimelineEntry:
-    """Return the entry of one collective on the devices `there`; a send and its receive are one entry."""
-    sender = next((d for d in there if own[d].collective_entries[number].op == "send"), there[0])
-    return replace(own[sender].collective_entries[number], devices=tuple(there), sending_device=sender)
+def _build_collective_entry(
+    devices: Sequence[int], spans_by_device: Sequence[_ProgramSpans], number: int
+) -> TimelineEntry:
+    """Build the timeline entry of one collective; a send and its receive are one entry.
+
+    Args:
+        devices: The devices that take part.
+        spans_by_device: The split program of each device.
+        number: The number of the collective.
+    """
+    sender = next((d for d in devices if spans_by_device[d].collective_entries[number].op == "send"), devices[0])
+    return replace(spans_by_device[sender].collective_entries[number], devices=tuple(devices), sending_device=sender)
 
 
 class _ProgramSpans:
-    """One program split at its collectives, by collective number.
+    """The compute spans between the collectives of one program, by the number of the collective.
 
     `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
-    overlaps with it, empty unless the backend can overlap. Each span comes with its ops as text; spans of equal text
-    are merged.
+    overlaps with the collective, empty unless the backend can overlap. Each span comes with its ops as text; spans of
+    equal text are merged.
     """
 
     def __init__(self, device_plan: Lane, prices: InstructionCosts, goes_on: bool) -> None:
@@ -301,11 +326,11 @@ class _ProgramSpans:
                 cost = prices.cost_of(at)
                 self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)
                 start = at + 1 + len(overlapped_instructions.get(at, ()))
-                self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, beside=True)
+                self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, is_overlapped=True)
         self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
 
-    def _build_compute_entry(self, start: int, stop: int, beside: bool = False) -> tuple[str, TimelineEntry]:
-        """Return the ops and the entry of the instructions from `start` to `stop`."""
+    def _build_compute_entry(self, start: int, stop: int, is_overlapped: bool = False) -> tuple[str, TimelineEntry]:
+        """Build the compute entry of the instructions from `start` to `stop`, and return it after its ops as text."""
         costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
         is_sharded = any(c.unsharded_seconds is not None for c in costs)
@@ -315,6 +340,14 @@ class _ProgramSpans:
             else None
         )
         stage = TimelineEntry(
-            COMPUTE, (), start, stop - start, float(reads), 0.0, float(seconds), unsharded_seconds, is_overlapped=beside
+            COMPUTE,
+            (),
+            start,
+            stop - start,
+            float(reads),
+            0.0,
+            float(seconds),
+            unsharded_seconds,
+            is_overlapped=is_overlapped,
         )
         return " ".join(i.op for i in self.program.instructions[start:stop]), stage

@@ -1,6 +1,6 @@
 """The record of a plan: the graph and program of each device, the layouts of leaves and outputs, and the reasons.
 
-The module does not import the planner, the verifier, the runtime or the reports. `digest`, `explain` and `str` import
+The module imports neither the planner, the verifier, the runtime nor the reports. `digest`, `explain` and `str` import
 the report modules when they are called.
 """
 
@@ -53,12 +53,12 @@ PLAN_KIND = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 
 
 SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
-"""The split modes: how several devices may share a graph; `planner.SPLIT_MODES` has a function for each."""
+"""The split modes: how several devices may share a graph. `planner.SPLIT_MODES` has a function for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedNodes:
-    """Nodes of the user's graph, by name, that only device number `device` computes, all for one reason."""
+    """Nodes that only device number `device` computes, all for one reason, by their names in the user's graph."""
 
     device: int
     because: str
@@ -67,9 +67,9 @@ class PinnedNodes:
 
 @dataclass(frozen=True, slots=True)
 class HostOffload:
-    """The host device, which takes the weights and states that exceed the memory of the other devices.
+    """The host device for offload: it takes the weights and states that exceed the memory of the other devices.
 
-    `hardware` has its speeds; None if they equal the speeds of the other devices.
+    `hardware` has the speeds of the host; None if they equal the speeds of the other devices.
     """
 
     backend: Backend
@@ -93,14 +93,14 @@ class HostOffload:
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The decision how `graph` runs on a device group. A plan allocates no device memory.
+    """A plan: the decision how `graph` runs on a device group. A plan allocates no device memory.
 
     - `lanes` has the device plan of each device: its graph and its program.
     - `leaves` and `outputs` have the layout of each input, weight, state and output.
     - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
     - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
     - `placed` has the nodes that one device alone computes, with the reasons.
-    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans like this one follow
+    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans with `like` follow
       them.
     - `spare` names devices of the group that the plan does not use.
     """
@@ -119,19 +119,22 @@ class Plan:
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:
-        """The backend and the device of each device plan, for further plans over the same weights and states."""
+        """The device group of the plan: the backend and the device of each device plan.
+
+        Further plans over the same weights and states need the same group.
+        """
         return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
-        """The speeds of each device while all of them work."""
+        """The speeds of each device while all devices work."""
         return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
     def prices(self) -> tuple[InstructionCosts, ...]:
-        """The predicted cost of each instruction in one run, for each device.
+        """The prices of instructions: the predicted cost of each instruction in one run, for each device.
 
-        Where the devices work one after another, each is predicted with the speeds of a device that works alone.
+        If the devices work one after another, a device has its speeds while the other devices are idle.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
         if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
@@ -139,40 +142,41 @@ class Plan:
         return self._compute_instruction_costs(alone)
 
     def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
-        """Return the instruction costs of each device for these speeds."""
+        """Compute the instruction costs of each device for the given speeds."""
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
         return tuple(compute_instruction_costs(self.lanes, speeds, whole))
 
     @cached_property
     def together(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of pipelined runs, in which all devices work at the same time."""
+        """The timeline of pipelined runs, in which all devices work together, at the same time."""
         return tuple(build_timeline(self.lanes, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
     def stages(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of one run: compute spans and collectives, with their predicted seconds."""
+        """The stages of one run: a timeline of compute spans and collectives with their predicted seconds."""
         return tuple(build_timeline(self.lanes, self.prices))
 
     @cached_property
     def cost(self) -> Estimate:
-        """The predicted time of one run."""
+        """The cost of one run: its predicted time."""
         return estimate_run_time(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes by kind of memory, summed over the devices."""
+        """Return the bytes of each kind of memory, summed over the devices."""
         return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
 
     def flops(self) -> int:
-        """Return the floating-point operations of one run of the unsharded graph on one device."""
+        """Return the FLOPs (floating-point operations) of one run of the unsharded graph on one device."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
-        """Return the number of collectives in one run of the first device."""
+        """Return the number of collectives that the first device calls in one run."""
         return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the device plans and layouts; ranks compare it, as equal planning gives an equal
-        digest.
+        """Return the digest of the plan: the SHA-256 of the device plans and layouts.
+
+        Ranks compare the digest: equal planning gives an equal digest.
         """
         from ..serialisation.plan_json import compute_plan_digest
 
@@ -180,18 +184,22 @@ class Plan:
 
     @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
-        """Return a report of cost, considered alternatives, memory and timeline; `steps` adds each instruction."""
+        """Return a report that explains the plan: cost, considered alternatives, memory and timeline.
+
+        Args:
+            steps: Whether the report also has each instruction.
+        """
         from ..reports.explain import explain_plan
 
         return explain_plan(self, steps=steps)
 
     @validate_arguments(PlanError, before=PLAN_KIND | NONE, tokens=integer_between(1) | NONE, title=TEXT)
     def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
-        """Return a page that shows the plan, its graph, memory and timeline.
+        """Return an HTML page that shows the plan with its graph, memory and timeline.
 
         Args:
             before: Another plan to compare with.
-            tokens: Tokens that one run computes; a graph does not tell them.
+            tokens: Tokens that one run computes; the graph does not contain this number.
             title: The title of the page.
         """
         from ...view import view_plan
@@ -199,7 +207,7 @@ class Plan:
         return view_plan(self, before=before, tokens=tokens, title=title)
 
     def _repr_html_(self) -> str:
-        """Return the page as HTML, for a notebook."""
+        """Return the page of the plan as HTML for a notebook."""
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:

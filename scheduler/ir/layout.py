@@ -1,4 +1,4 @@
-"""Layouts: how a value is distributed over a group of devices, in the terms of PyTorch's DTensor."""
+"""Layouts: how a value is distributed over the devices of a group, in the terms of PyTorch's DTensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IndexRange: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every device has the whole value."""
+    """The layout of a replicated value: every device has the whole value."""
 
     is_partial = False
 
@@ -23,7 +23,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every device has a partial sum of the shape of the value; the value is the sum over the devices."""
+    """The layout of a partial sum: every device has a summand of the full shape, and the sum of them is the value."""
 
     is_partial = True
 
@@ -33,22 +33,22 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
+    """The layout of a sharded value: device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
 
-    The ranges are exact: they express uneven and empty shards, segments of a concatenation, and groups of heads.
-    Several devices may have the same entry, for example of a segment that is not sharded. Each entry is on at least one
-    device.
+    The ranges are exact: they express uneven and empty shards, segments of a concatenation, and groups of heads. Each
+    entry is on at least one device. Several devices may have the same entry, for example in a segment that is not
+    sharded.
     """
 
     axis: int
     index_ranges: tuple[tuple[IndexRange, ...], ...]
 
     def count_entries(self, device: int) -> int:
-        """Return the number of entries along the axis that `device` has."""
+        """Count the entries along the sharded axis that `device` has."""
         return sum(n for _, n in self.index_ranges[device])
 
     def count_entries_before(self, device: int, n: int) -> int:
-        """Return how many of the first `n` entries of the axis `device` has."""
+        """Count the entries that `device` has before index `n` of the sharded axis."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The listed devices have the whole value; all others have none of it.
+    """The layout of a local value: only the listed devices have the value, and each of them has all of it.
 
     There is one such device, except for a weight that several devices read.
     """
@@ -76,7 +76,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 
 def compute_local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
-    """Return the shape of the part that one device has of a value.
+    """Return the local shape: the shape of the part of a value that one device has.
 
     Args:
         shape: The shape of the whole value.

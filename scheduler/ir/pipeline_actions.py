@@ -1,4 +1,4 @@
-"""The actions of devices during pipelined runs of plans over one store."""
+"""The actions of devices in pipelined runs, where a device begins a run before other devices end the previous one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class PipelineAction(NamedTuple):
-    """One action of a device for run number `run`.
+    """One action of a device for run number `run` of a pipeline.
 
-    ``put`` writes the inputs where the program reads them. ``run`` runs the program. ``keep`` retains the outputs and
-    the bytes for a rollback of this run, before the next run overwrites them.
+    - ``put`` writes the inputs where the program reads them.
+    - ``run`` runs the program.
+    - ``keep`` saves the outputs, and the bytes for a rollback of this run, before the next run overwrites them.
     """
 
     action: Literal["put", "run", "keep"]

@@ -1,1 +1,1 @@
-"""Measurements on running plans: speeds of devices, statistics of values, and differences between two devices."""
+"""Measurements of running plans: speeds of devices, statistics of values, and differences between two devices."""

@@ -1,4 +1,4 @@
-"""Calibration: measure the speeds of devices with small graphs, in the form that plans of models use.
+"""Calibration: measure the speeds of devices by small graphs, the probes, for the plans of models.
 
 1. `ProbeRuns` plans and binds the graphs of `probe_graphs` for a device group.
 2. A round runs each probe in turn and takes its seconds.
@@ -47,9 +47,9 @@ PROBED_DTYPES = (
 )
 """The dtypes of weights that are measured."""
 QUICK_DTYPES = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.F32)
-"""The dtypes that ``hocket calibrate --quick`` measures. Plans take the slowest of them for all other dtypes."""
+"""The dtypes that ``hocket calibrate --quick`` measures. Other dtypes get the speeds of the slowest of them."""
 SOLO_PROBED_DTYPES = (DType.Q4_0, DType.Q8_0, DType.F16)
-"""The dtypes that are measured on one device too, while all other devices wait."""
+"""The dtypes that are also measured on one device while all other devices wait."""
 MEMORY_PROBE_BYTES, CACHE_PROBE_BYTES = 64 << 20, 16 << 20
 """Bytes of weights of each dtype in matrix-vector probes.
 
@@ -69,7 +69,7 @@ PROBE_ROUNDS = 11
 QUICK_PROBE_ROUNDS = 3
 """The number of timed rounds of ``hocket calibrate --quick``."""
 WEIGHT_FILL_BYTE = 0x21
-"""The value of each byte of quantised weights: written memory has its own pages, and this byte yields no NaN."""
+"""The value of each byte of quantised weights. Written memory has its own pages, and this byte yields no NaN."""
 Group = Sequence[tuple[Backend, Device]]
 """The devices of a group with their backends."""
 Clock = Callable[[Sequence[Executor]], float]
@@ -77,7 +77,7 @@ Clock = Callable[[Sequence[Executor]], float]
 
 
 def compute_trimmed_mean(seconds: Sequence[float]) -> float:
-    """Return the mean of times without the shortest and the longest quarter, which contain the disturbed runs.
+    """Return the trimmed mean of measured times, without the shortest and the longest quarter.
 
     A shared processor alternates between fast and slow phases. A probe of some milliseconds runs in one phase, so a
     median is the time of one phase only. The run of a model lasts longer and includes both phases.
@@ -87,9 +87,10 @@ def compute_trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 class ConcurrentTimer:
-    """A clock for concurrent runs: the first run is on this thread, each other run on a thread that stays alive.
+    """A timer for concurrent runs of several devices, each on a thread of its own that stays alive.
 
-    The devices of a session run on such threads. A new thread may start on a processor on which another one computes.
+    The first run is on the calling thread. The devices of a session run on such threads too. A new thread might start
+    on a processor that is busy with another thread.
     """
 
     def __init__(self, devices: int) -> None:
@@ -113,7 +114,7 @@ class ConcurrentTimer:
 def measure_speeds(
     group: Group, clock: Clock | None = None, kinds: Sequence[DType] = PROBED_DTYPES, rounds: int = 1 + PROBE_ROUNDS
 ) -> Speeds:
-    """Measure the speeds of devices that work at once, and of the collectives and messages of the first two.
+    """Measure the speeds of devices that work at the same time, and of collectives and messages between the first two.
 
     Args:
         group: The devices and their backends.
@@ -186,10 +187,10 @@ class ProbeRuns:
             ]
 
     def measure_round_seconds(self) -> dict[str, float]:
-        """Run one round, and return the seconds of each probe by name.
+        """Run one round of all probes, and return the measured seconds of each probe by name.
 
-        The names ``alone ...`` are probes on the first device only. The names ``again ...`` are groups of probes that
-        run in turn.
+        Names ``alone ...`` are probes on the first device only. Names ``again ...`` are groups of probes that run in
+        turn.
         """
 
         def time_last(name: str, *probes: Sequence[Executor]) -> float:
@@ -206,7 +207,7 @@ class ProbeRuns:
         )
 
     def fit_speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
-        """Return the speeds by the trimmed mean of the seconds of each probe over `rounds`."""
+        """Fit the speeds to the seconds of all probes, by the trimmed mean of each probe over `rounds`."""
         seconds = {name: compute_trimmed_mean([each[name] for each in rounds]) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.executors.items()}
         return SpeedFit(
@@ -215,7 +216,10 @@ class ProbeRuns:
 
 
 def bind_probe_plan(plan: Plan) -> Executor:
-    """Bind a plan to weights of equal bytes, or of ones if they are not quantised, and to inputs of zeros."""
+    """Bind the plan of a probe to weights of constant bytes or ones, and to inputs of zeros.
+
+    Quantised weights have `WEIGHT_FILL_BYTE` in each byte. All other weights are ones.
+    """
     store = Store(plan.group)
     for v in plan.graph.weights:
         dtype = v.dtype
@@ -232,7 +236,7 @@ def bind_probe_plan(plan: Plan) -> Executor:
 
 
 def _list_matvec_probes(kinds: Sequence[DType]) -> list[str]:
-    """Return the names of the matrix-vector probes, the larger ones first.
+    """List the names of the matrix-vector probes, larger probes first.
 
     Probes of one size are in the reverse order of `kinds`: the dtypes with the longest read time come first.
     """
@@ -240,7 +244,7 @@ def _list_matvec_probes(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_for_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Return probes that read between 15/16 of `nbytes` and `nbytes` together, or an empty list.
+    """Select probes that together read between 15/16 of `nbytes` and `nbytes`; return an empty list if there are none.
 
     Args:
         nbytes: The most bytes to read.

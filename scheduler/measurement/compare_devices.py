@@ -1,11 +1,11 @@
-"""Compare every value of a run with the result of the same node on a reference device.
+"""Comparison of every value of a run with the result of the same node on a reference device.
 
 Errors of an early node reach all later nodes, so a comparison of two complete runs does not locate the fault. Therefore
 the reference device computes each node alone, from the operands that the compared devices had:
 
-1. Split the graph into portions, because neither its values nor its weights need to fit into memory at once.
-2. Run the plan with the values of a portion as further outputs.
-3. Compute each value of the portion on the reference device. The observed values are the inputs.
+1. Split the graph into portions, because its values and weights may not fit into memory at once.
+2. Run the plan with the values of a portion as further outputs, the observed values.
+3. Compute each value of the portion on the reference device from the observed operands.
 4. Yield the difference of each value. A difference above the limit is an error of this node.
 5. Run the plan without observed values, in order to find faults of fused kernels.
 """
@@ -39,7 +39,7 @@ ROUNDING_ERROR_FACTOR = 8.0
 MIN_TOLERANCE = 1e-4
 """The smallest allowed error of a row, relative to its norm. It holds for float32 arithmetic without a declaration."""
 DeviceCopies = Mapping[str, list[Array]]
-"""Arrays by value name: one array from each device that has the whole value."""
+"""Arrays by value name, with one array from each device that has the whole value."""
 MIN_ROW_NORM_SHARE = 1e-3
 """The smallest row norm for relative errors, as a share of the root mean square of all row norms."""
 
@@ -49,11 +49,11 @@ MAX_NODE_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """The difference of a value from its reference.
+    """The difference between a computed value and its reference, with the largest allowed error.
 
-    `error` is the norm of the difference divided by the norm of the reference, in the row of the last axis where it is
-    largest. `limit` is the largest allowed error. `index` is the position of the entry with the largest absolute
-    difference, `actual` is its number and `expected` the number of the reference.
+    `error` is the largest relative error of a row along the last axis: the norm of the difference divided by the norm
+    of the reference. `limit` is the largest allowed error. `index` is the position of the entry with the largest
+    absolute difference, `actual` is that entry and `expected` the entry of the reference.
     """
 
     graph: Graph
@@ -67,17 +67,17 @@ class ValueDifference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error exceeds the limit or is NaN."""
+        """Whether the value is wrong: the error exceeds the limit or is NaN."""
         return not self.error <= self.limit
 
     @property
     def error_share(self) -> float:
-        """The error divided by the limit; for a limit of 0 the error itself."""
+        """The error as a share of the limit; for a limit of 0 the error itself."""
         return self.error / self.limit if self.limit else self.error
 
     @property
     def surrounding_lines(self) -> str:
-        """The lines of a graph dump around the node."""
+        """The lines of the graph text that surround the node."""
         return format_surrounding_nodes(self.graph, self.node)
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class ValueDifference:
 
 
 class NodeComparer:
-    """A comparison of the runs of one plan with a reference device, node by node."""
+    """Compares the runs of a plan with a reference device, node by node."""
 
     plan: Plan
     store: Store
@@ -128,7 +128,7 @@ class NodeComparer:
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def compare_values(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
-        """Run one step, and yield the difference of every computed value in order.
+        """Run one step, and yield the difference between each computed value and its reference, in order.
 
         The differences of the outputs follow, from a run without observed values. The limit of an output is the largest
         limit of all values. States advance when the caller has asked for all differences.
@@ -163,11 +163,17 @@ class NodeComparer:
     def _find_first_fused_difference(
         self, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array], seen: DeviceCopies, limit: float
     ) -> ValueDifference | None:
-        """Return the first value that is wrong if it is the only observed value, or None.
+        """Find the first value that a fused kernel computes wrongly, or None.
 
-        Such a fault comes from a fused kernel, which computes several nodes at once. A backend does not fuse nodes if a
-        value between them is observed. The binary search compares each value with its result from the run in which all
-        values were observed.
+        A fused kernel computes several nodes at once, but not if a value between them is observed. Therefore each run
+        observes a single value, and compares it with the result of the run in which all values were observed. A binary
+        search finds the first wrong value.
+
+        Args:
+            inputs: The inputs of the step.
+            before: The states before the step.
+            seen: The values of the run in which all were observed.
+            limit: The largest allowed error.
         """
 
         def observe_alone(name: str) -> ValueDifference:
@@ -186,7 +192,7 @@ class NodeComparer:
     def _run_observed_graph(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array]
     ) -> DeviceCopies:
-        """Run a graph with observed values from the states `before`, and return its outputs from each device."""
+        """Run a graph with observed values from the states `before`, and return the outputs of each device."""
         self._restore_states(before)
         run = Executor(plan_for_group(graph, self.plan.group, place=self.placement_rules, like=self.plan), self.store)
         return {name: run.copies(name) for name in run.run(inputs)}
@@ -196,10 +202,10 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Return two graphs for the values of a portion.
+        """Build two graphs for the values of one portion: an observed graph and an isolated graph.
 
-        The first is the graph of the plan with these values and their operands as further outputs. The second graph
-        computes each value of the portion from inputs, which have the names of the operands.
+        The observed graph is the graph of the plan with these values and their operands as further outputs. The
+        isolated graph computes each value of the portion from inputs, which have the names of the operands.
         """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}
@@ -223,7 +229,13 @@ class NodeComparer:
     def _compute_expected_values(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], states: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Return the values of a portion as the reference device computes them."""
+        """Compute the expected values of a portion on the reference device.
+
+        Args:
+            graph: The isolated graph of the portion.
+            inputs: The observed operands.
+            states: The states before the step.
+        """
         plan = plan_for_group(graph, [self.reference_device])
         store = Store([self.reference_device])
         for value in graph.weights:
@@ -234,7 +246,7 @@ class NodeComparer:
         return run.run({v.node.name: inputs[v.node.name] for v in graph.inputs})
 
     def _compute_difference(self, name: str, copies: Sequence[Array], expected: Array) -> ValueDifference:
-        """Return the difference of the copy with the largest error; `copies` has one array per device."""
+        """Compute the difference between a value and its reference; of several device copies, the worst one counts."""
         value, limit = self.values[name], self._compute_allowed_error(self.values[name])
         error, at, worst = max(
             ((*_compute_worst_row_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0]
@@ -244,7 +256,7 @@ class NodeComparer:
         )
 
     def _compute_allowed_error(self, value: Value) -> float:
-        """Return the largest allowed error of a value relative to its norm; 0 for integers."""
+        """Compute the largest allowed error of a value, relative to its norm; 0 for integers."""
         if value.dtype.is_integer:
             return 0.0
         backends = {device_plan.backend for device_plan in self.plan.lanes} | {self.reference_device[0]}
@@ -253,7 +265,7 @@ class NodeComparer:
 
 
 def _split_into_portions(graph: Graph) -> list[list[str]]:
-    """Return the value names of each portion of a graph, in order.
+    """Split a graph into portions of at most `MAX_PORTION_BYTES`, and return the names of the values in each portion.
 
     Views and empty values are omitted, because they compute nothing.
     """
@@ -275,9 +287,9 @@ def _split_into_portions(graph: Graph) -> list[list[str]]:
 
 
 def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest relative error of a row, and the index of the entry with the largest absolute difference.
+    """Compute the worst relative error of a row, and the index of the entry with the largest absolute difference.
 
-    Equal infinities, and NaN in both arrays, count as equal. NaN in one array only is an infinite difference.
+    Equal infinities count as equal, and so does NaN in both arrays. NaN in only one array is an infinite difference.
     """
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     with np.errstate(all="ignore"):
@@ -294,7 +306,7 @@ def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tup
 
 
 def format_surrounding_nodes(graph: Graph, node: Node, reach: int = 2) -> str:
-    """Return the lines of a graph dump around a node, which is marked with ``>``.
+    """Return the graph text of the nodes that surround a node; ``>`` marks the node itself.
 
     Args:
         graph: The graph of the node.

@@ -1,4 +1,4 @@
-"""Speed fit: compute the speeds of the cost model from the seconds of probe runs.
+"""Speed fit: compute the speeds of the hardware model from the seconds of probe runs.
 
 The seconds of a run are the sum of its launches, its arithmetic and its reads. One of these parts dominates each probe.
 The fit computes the other parts from other probes and subtracts them. Example for a matrix-vector product with 64 MiB
@@ -23,7 +23,7 @@ from .probe_graphs import LONG_CHAIN_WIDTH, SHORT_CHAIN_WIDTH
 
 
 class SpeedFit:
-    """Speeds of a device group, computed from the plans and the seconds of its probes.
+    """The fit of the speeds of a device group to the plans and the seconds of its probes.
 
     The properties are seconds per unit of work. `compute_speeds` returns their inverses.
     """
@@ -58,7 +58,7 @@ class SpeedFit:
         self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
 
     def compute_speeds(self) -> Speeds:
-        """Return the speeds of the devices, and of collectives and messages if there are several devices."""
+        """Compute the speeds of the devices, and of collectives and messages if there are several devices."""
         own = Speeds(
             {kind: 1 / seconds for kind, seconds in self.seconds_per_memory_byte.items()},
             {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_flop.items()},
@@ -79,17 +79,17 @@ class SpeedFit:
 
     @property
     def seconds_per_unweighted_flop(self) -> float:
-        """The seconds of a FLOP of ops without weights."""
+        """The seconds per FLOP of ops without weights."""
         return self.seconds_per_unweighted_flop_and_activation_byte[0]
 
     @property
     def seconds_per_activation_byte(self) -> float:
-        """The seconds of a byte of activations."""
+        """The seconds per byte of activations that is read or written."""
         return self.seconds_per_unweighted_flop_and_activation_byte[1]
 
     @cached_property
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
-        """The seconds of a FLOP without weights and of a byte of activations, solved from two probes."""
+        """The seconds per FLOP without weights, and the seconds per byte of activations, solved from two probes."""
         names = ("attention", "values")
         return _solve_for_two_unit_seconds(
             [
@@ -100,13 +100,13 @@ class SpeedFit:
 
     @property
     def seconds_per_recurrent_flop(self) -> float:
-        """The seconds of a FLOP of a recurrence; repeated runs read their operands from caches."""
+        """The seconds per FLOP of a recurrent op, with operands in caches."""
         work = self.work_by_probe["recurrence"]
         return self.compute_seconds_per_item("recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte)
 
     @property
     def seconds_per_state_byte(self) -> float:
-        """The seconds of a byte of states."""
+        """The seconds per byte of a state that is read."""
         work = self.work_by_probe["states"]
         return self.compute_seconds_per_item(
             "states",
@@ -117,7 +117,7 @@ class SpeedFit:
 
     @cached_property
     def prefill_seconds_per_flop_and_byte(self) -> dict[str, tuple[float, float]]:
-        """The seconds of a FLOP and of a weight byte in matrix products with many rows, by dtype."""
+        """The seconds of one FLOP and of one weight byte in products with many rows (prefill), by weight dtype."""
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")
@@ -136,17 +136,17 @@ class SpeedFit:
 
     @property
     def seconds_per_weight_flop(self) -> dict[str, float]:
-        """The seconds of a FLOP in matrix products with many rows, by dtype."""
+        """The seconds of one FLOP in matrix products with many rows, by dtype of the weights."""
         return {kind: flop for kind, (flop, _) in self.prefill_seconds_per_flop_and_byte.items()}
 
     @cached_property
     def seconds_per_memory_byte(self) -> dict[str, float]:
-        """The seconds of a weight byte that a matrix-vector product reads from memory, by dtype."""
+        """The seconds in which a matrix-vector product reads one weight byte from memory, by dtype of the weights."""
         return {kind: self.compute_seconds_per_weight_byte(f"read {kind}", kind) for kind in self.dtypes}
 
     @cached_property
     def seconds_per_cached_byte(self) -> dict[str, float]:
-        """The seconds of a weight byte that a matrix-vector product reads from a cache, by dtype."""
+        """The seconds in which a matrix-vector product reads one weight byte from a cache, by dtype of the weights."""
         return {
             kind: min(self.seconds_per_memory_byte[kind], self.compute_seconds_per_weight_byte(f"cached {kind}", kind))
             for kind in self.dtypes
@@ -154,7 +154,7 @@ class SpeedFit:
 
     @property
     def cache_hit_shares(self) -> dict[str, float]:
-        """The share of repeatedly read bytes that come from caches, by the bytes that all devices read.
+        """The share of repeatedly read bytes that come from caches, by the number of bytes that all devices read.
 
         The share never grows with the number of bytes.
         """
@@ -178,9 +178,11 @@ class SpeedFit:
         return shares
 
     def compute_link_speeds(self) -> tuple[float, float]:
-        """Return the bytes/s of messages between two devices, and the seconds of one all-reduce of theirs.
+        """Compute the bandwidth and the latency of the link between two devices.
 
-        Each is the difference of two probes: with communication and without. The bandwidth is at most 1e13 bytes/s.
+        The bandwidth is in bytes/s of messages, at most 1e13. The latency is the seconds of one small all-reduce. Each
+        is the
+        difference of two probes: with communication and without.
         """
         short, long, latency = (
             max(0.0, self.probe_seconds[with_it] - self.probe_seconds[without])
@@ -194,9 +196,9 @@ class SpeedFit:
         return moved / max(long - short, moved / 1e13), latency
 
     def compute_solo_speedups(self) -> tuple[float, float]:
-        """Return how many times as fast a device computes, and reads memory, while all other devices wait.
+        """Compute the speedups of a solo device while other devices wait: of arithmetic, and of memory reads.
 
-        Each factor is the median over the dtypes that were measured on one device too, and at least 1.
+        Each factor is at least 1. It is the median over the dtypes that were also measured on one device.
         """
         names = [name.partition(" ")[2] for name in self.probe_seconds if name.startswith("alone ")]
         ratios = {
@@ -211,7 +213,7 @@ class SpeedFit:
         return computes, reads
 
     def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
-        """Return the seconds of a probe without its launches, and at least a tenth of its seconds.
+        """Subtract the launches from the seconds of a probe; at least a tenth of the seconds is left.
 
         Args:
             name: Name of the probe.
@@ -220,26 +222,26 @@ class SpeedFit:
         total = self.probe_seconds[name] if seconds is None else seconds
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
-    def compute_seconds_per_item(self, name: str, count: float, others: float) -> float:
-        """Return the seconds of one item of the work that dominates a probe.
+    def compute_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
+        """Compute the seconds per item, such as a FLOP or a byte, of the dominant work of a probe.
 
         At least a tenth of the seconds without launches count as the time of these items.
 
         Args:
             name: Name of the probe.
-            count: Number of items, for example FLOPs or bytes.
-            others: Seconds of the other work of the probe, launches excluded.
+            count: Number of items.
+            other_seconds: Seconds of the other work of the probe, launches excluded.
         """
-        return max(self.subtract_launch_seconds(name) - others, self.subtract_launch_seconds(name) / 10) / count
+        return max(self.subtract_launch_seconds(name) - other_seconds, self.subtract_launch_seconds(name) / 10) / count
 
     def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
-        """Return the seconds in which a matrix-vector probe reads a byte of weights of dtype `kind`."""
+        """Compute the seconds in which a matrix-vector probe reads one byte of weights of dtype `kind`."""
         return self.compute_seconds_per_item(
             name, self.work_by_probe[name].stored_bytes, self.estimate_non_reading_seconds(name, kind)
         )
 
     def estimate_non_reading_seconds(self, name: str, kind: str) -> float:
-        """Return the seconds of a matrix-vector probe except launches and weight reads.
+        """Estimate the seconds of a matrix-vector probe for everything except launches and the reading of weights.
 
         These are the longer of two times: arithmetic and activations. A product loads activations during arithmetic.
         """
@@ -251,14 +253,14 @@ class SpeedFit:
 
 
 def _sum_plan_work(plan: Plan) -> WorkEstimate:
-    """Return the FLOPs, the bytes, and the bytes of weights and states of all nodes of the graph of a plan."""
+    """Sum the work of all nodes in the graph of a plan: FLOPs, bytes, and bytes of weights and states."""
     counts = WorkCounter()
     works = [counts.count_work(node) for node in plan.graph.nodes if not node.is_leaf]
     return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
 
 
 def _solve_for_two_unit_seconds(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit `x` and `y` of two kinds of work.
+    """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit of two kinds of work, `x` and `y`.
 
     `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation counts as
     the time of its dominant kind.

@@ -1,4 +1,4 @@
-"""Observe values of a graph while its plan runs: values become further outputs, and `Statistics` summarises them.
+"""Observed values: values of a graph that become further outputs while its plan runs, and their statistics.
 
 Any value can be an output. The planner gathers it from its shards or reduces its partial sums.
 """
@@ -25,11 +25,10 @@ OBSERVED_PREFIX = "observed "
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of the elements of one value.
+    """Statistics of the elements of one value: minimum, maximum, mean, norm, and the number of NaN elements.
 
-    `minimum`, `maximum` and `mean` omit NaN elements; they are NaN if no element is left. `norm` is the square root of
-    the sum of squares, without NaN elements; it is NaN if all elements are NaN. `nan_count` is the number of NaN
-    elements.
+    All figures except `nan_count` omit NaN elements; they are NaN if no element is left. `norm` is the square root of
+    the sum of squares.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +41,7 @@ class Statistics:
     @classmethod
     @validate_arguments(PlanError, array=ANY)
     def of(cls, array: Array) -> Statistics:
-        """Return the statistics of an array of any shape, computed in float64."""
+        """Compute the statistics of an array of any shape, in float64."""
         numbers = np.asarray(array).astype(np.float64, copy=False)
         is_nan = np.isnan(numbers)
         nan_count = int(is_nan.sum())
@@ -60,7 +59,7 @@ class Statistics:
 
 
 def collect_computed_values(graph: Graph) -> dict[str, Value]:
-    """Return the results of all nodes except leaves in graph order, by the names of a graph dump.
+    """Collect the computed values of a graph by their names in graph text: the results of all nodes except leaves.
 
     A node with several results has names such as ``name#1``.
     """
@@ -75,7 +74,7 @@ def collect_computed_values(graph: Graph) -> dict[str, Value]:
 
 @validate_arguments(PlanError, graph=instance_of(Graph), pattern=TEXT)
 def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
-    """Return the computed values with a name in which the regular expression is found, in graph order.
+    """Select the computed values with names that match a regular expression anywhere, in graph order.
 
     Raises:
         PlanError: `pattern` is not a regular expression, or no name contains a match.
@@ -93,12 +92,15 @@ def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
 
 
 def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
-    """Return the graph with `values` as further outputs, which `select_observed_outputs` finds in the results."""
+    """Return a copy of `graph` with `values` as further outputs, the observed values.
+
+    `select_observed_outputs` finds their arrays among the outputs of a run.
+    """
     return Graph({**graph.outputs, **{OBSERVED_PREFIX + name: value for name, value in values.items()}}, graph.updates)
 
 
 def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
-    """Return the observed values by name from the outputs of a graph of `with_observed_values`."""
+    """Select the observed values from the outputs of a run, by the names given to `with_observed_values`."""
     return {
         name.removeprefix(OBSERVED_PREFIX): value for name, value in outputs.items() if name.startswith(OBSERVED_PREFIX)
     }

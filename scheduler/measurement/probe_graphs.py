@@ -1,4 +1,4 @@
-"""Graphs of the probe runs: one kind of work of a model dominates the time of each graph."""
+"""Graphs of the probe runs. In each graph, one kind of work dominates the time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ SUMMED_WIDTH, SHARDED_HIDDEN_WIDTH = 256, 512
 
 
 def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
-    """Build products of a vector with `nbytes` of weights of dtype `kind`; there is at least one weight."""
+    """Build the probe graph of matrix-vector products: a chain of products with weights of `nbytes` bytes in all.
+
+    The dtype of the weights is `kind`. There is at least one weight.
+    """
     return build_matmul_graph(kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1)
 
 
 def build_launch_chain_graph(length: int) -> Graph:
-    """Build a chain of nodes: half of them reduce a row, and half are element-wise.
+    """Build the probe of launches and messages: a chain of nodes over `length` elements.
 
-    Names begin alternately with ``a.`` and ``b.``, two prefixes for the placement rules of two devices.
+    Half of the nodes reduce a row, and half are element-wise. Their names begin alternately with ``a.`` and ``b.``, two
+    prefixes for the placement rules of two devices.
     """
     x: Value = input("x", (1, length))
     for n in range(CHAIN_STEPS):
@@ -36,7 +40,7 @@ def build_launch_chain_graph(length: int) -> Graph:
 
 
 def build_activation_graph() -> Graph:
-    """Build the ops of a decoder layer on the activations of a prompt, without its matrix products."""
+    """Build the probe of prefill activations: the ops of decoder layers over a prompt, without matrix products."""
     x: Value = input("x", (PROMPT_ROWS, WEIGHT_WIDTH))
     for _ in range(ACTIVATION_LAYERS):
         x = add(x, swiglu(rms_norm(x, eps=1e-6), x))
@@ -44,7 +48,7 @@ def build_activation_graph() -> Graph:
 
 
 def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
-    """Build a chain of matrix products.
+    """Build the probe graph of matrix products: a chain of products with weights.
 
     Args:
         kind: Dtype of the weights.
@@ -58,7 +62,7 @@ def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
 
 
 def build_sharded_matmul_graph(hidden: int) -> Graph:
-    """Build pairs of products with `hidden` elements between them, which two devices shard.
+    """Build the probe graph of collectives: pairs of matrix products, sharded by two devices over `hidden` elements.
 
     The devices sum the results, as in the layers of a model. The probe uses sums, because plans have far more sums than
     messages. A message takes longer than a sum, because its receiver goes to sleep while it waits.
@@ -71,7 +75,7 @@ def build_sharded_matmul_graph(hidden: int) -> Graph:
 
 
 def build_prefill_attention_graph() -> Graph:
-    """Build the attention of the second half of a prompt to both halves: arithmetic without weights.
+    """Build the probe of prefill attention: the second half of a prompt attends to both halves, without weights.
 
     Keys and values are states, because a backend keeps states in the dtype that they have in models.
     """
@@ -83,7 +87,10 @@ def build_prefill_attention_graph() -> Graph:
 
 
 def build_decode_attention_graph(nbytes: int) -> Graph:
-    """Build the attention of one token to a full context in successive layers; all keys and values have `nbytes`."""
+    """Build the probe of decode attention: one token attends to a full context, in successive layers.
+
+    The keys and values of all layers have `nbytes` bytes together.
+    """
     q: Value = input("q", (1, 8, 64))
     places = constant("places", np.array([2 * PROMPT_ROWS - 1], np.int32))
     mask = causal_mask(places, cells=2 * PROMPT_ROWS)
@@ -94,7 +101,7 @@ def build_decode_attention_graph(nbytes: int) -> Graph:
 
 
 def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
-    """Build the keys and values of a layer as states in float16: [tokens, heads, head width]."""
+    """Build the key and value states of one layer in float16: [tokens, heads, head width]."""
     k, v = (
         reshape(state(name + layer, (2 * PROMPT_ROWS, 2 * 64), "f16"), shape=(2 * PROMPT_ROWS, 2, 64)) for name in "kv"
     )
@@ -102,7 +109,7 @@ def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
 
 
 def build_recurrence_graph() -> Graph:
-    """Build the gated delta rule over a prompt: each token reads the recurrent state of its predecessor."""
+    """Build the probe of recurrences: the gated delta rule over a prompt, where each token reads the last state."""
     q, k, v = (input(name, (PROMPT_ROWS, 8, 128)) for name in "qkv")
     g, beta = input("g", (PROMPT_ROWS, 8, 1)), input("beta", (PROMPT_ROWS, 8))
     y, _ = gated_delta_net(q, k, v, g, beta, input("state", (8, 128, 128)))

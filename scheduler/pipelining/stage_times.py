@@ -19,14 +19,14 @@ STEADY_STATE_RUNS = 64
 
 
 class StageTime(NamedTuple):
-    """The seconds of one run in one pipeline stage: messages to it, and its compute."""
+    """The predicted seconds of one pipeline stage in one run: messages to the stage, and its compute."""
 
     message_seconds: float
     compute_seconds: float
 
 
 def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
-    """Return the pipeline order of one run of each plan.
+    """Build the pipeline order of one run of each plan: the actions of every device in order.
 
     A device begins a run when it has retained the results of its part of the previous run.
 
@@ -51,7 +51,7 @@ def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
 
 
 def count_pipeline_stages(plan: Plan) -> int:
-    """Return the number of pipeline stages of a plan; 1 if all devices share a collective."""
+    """Count the pipeline stages of a plan; the count is 1 if all devices share a collective."""
     return (
         1
         if any(find_all_device_collective_faults([device_plan.program for device_plan in plan.lanes]))
@@ -60,13 +60,13 @@ def count_pipeline_stages(plan: Plan) -> int:
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
-    """Return the devices of each pipeline stage, in the order of their numbers."""
+    """List the devices of each pipeline stage, in the order of the device numbers."""
     groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.lanes]))
     return [(number,) for number in range(len(plan.lanes))] if len(groups) == 1 else [*groups]
 
 
 def estimate_stage_times(plan: Plan) -> list[StageTime]:
-    """Return the seconds of each pipeline stage in steady state."""
+    """Estimate the seconds of each pipeline stage in steady state, when all devices work."""
     message_seconds, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
     for stage in plan.together:
         sent = stage.op == "send"
@@ -80,12 +80,12 @@ def estimate_stage_times(plan: Plan) -> list[StageTime]:
 
 
 def format_stage_count(stages: int, devices: int) -> str:
-    """Return the pipeline stages as text: ``4 devices``, ``2 teams of 4 devices``."""
+    """Format the number of pipeline stages as text: ``4 devices``, or ``2 teams of 4 devices``."""
     return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
 
 
 def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
-    """Return the seconds between the ends of two runs in steady state.
+    """Estimate the interval between the ends of two pipelined runs in steady state, in seconds.
 
     Args:
         plan: The plan of each run.
@@ -102,7 +102,7 @@ def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
 
 
 def estimate_pipeline_speedup(plan: Plan) -> float:
-    """Return the predicted speedup of pipelined runs over runs that wait for each other.
+    """Estimate the speedup of pipelined runs over single runs that wait for each other.
 
     The speedup is 1 if all devices share a collective. It is at most the number of pipeline stages, or slightly more
     where messages overlap with compute.

@@ -1,4 +1,4 @@
-"""Replace ops that no device of a group supports by simpler ops that its devices support."""
+"""Decomposition of ops that no device of a group supports into simpler ops that the devices support."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
 from ..lowering.device_plan import Devices
 
 UNFUSED_DECOMPOSITION = "unfused"
-"""The name of the decomposition into simpler ops."""
+"""The name of the op decomposition that is used here, into simpler ops."""
 
 
 def decompose_unsupported(graph: Graph, group: Devices) -> Graph:
-    """Return `graph` with a decomposition of each op that no device of `group` supports; `graph` itself if there is
-    none.
+    """Decompose each op of `graph` that no device of `group` supports, and return the new graph.
 
-    An op is replaced only if it has a decomposition and some device supports each op of the decomposition.
+    An op is replaced only if it has a decomposition and some device supports each op of the decomposition. Without a
+    change the result is `graph` itself.
     """
 
     def runs(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""A context without Python's cyclic garbage collector, for planning."""
+"""A context without Python's cyclic garbage collection, for planning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the cyclic garbage collector while planning.
+    """Pause the cyclic garbage collection (gc) in this context, for planning.
 
     The objects of a plan stay alive. Repeated collections of the growing plan took a third of the planning time of a
     large one.

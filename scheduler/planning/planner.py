@@ -1,4 +1,4 @@
-"""The planner: from a graph and a device group to a verified plan, by one of the split modes.
+"""The planner: build a verified plan from a graph and a device group, by one of the split modes.
 
 Every split mode takes the same steps:
 
@@ -68,7 +68,7 @@ def plan(
     like: Plan | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Verify `graph` and plan it for devices by name, ``"cpu:0,cpu:1"`` or a list.
+    """Plan `graph` for devices by name, such as ``"cpu:0,cpu:1"``, and return the verified plan.
 
     Split modes:
 
@@ -81,12 +81,12 @@ def plan(
 
     Args:
         graph: The graph to plan.
-        devices: Names of the devices.
+        devices: Names of the devices, as one text or a list.
         split_mode: One of the modes above.
         tensor_split: The shares of the devices, in any unit.
         place: Pairs (regular expression, device). A node runs on that device alone if the expression matches its name,
             or the name of a weight or state that it reads. The first match counts.
-        like: A plan over the same weights and states with layouts to keep.
+        like: An earlier plan over the same weights and states; the new plan keeps their layouts.
         threads: Threads of each device; without a number the devices share the processors.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_for_group(
     host: HostOffload | None = None,
     use: Workload | None = None,
 ) -> Plan:
-    """Plan `graph` for backends and devices that exist already; `plan` is the same for names of devices.
+    """Plan `graph` for a device group, given as backends and devices; `plan` does the same for names of devices.
 
     In the modes ``none`` and ``auto`` the plan leaves out devices that have nothing to do.
 
@@ -131,7 +131,7 @@ def plan_for_group(
         split_mode: A name of `SPLIT_MODE_NAMES`.
         tensor_split: The shares of the devices, in any unit.
         place: Placement rules, pairs (regular expression, device).
-        like: A plan over the same weights and states with layouts to keep.
+        like: An earlier plan over the same weights and states; the new plan keeps their layouts.
         hardware: Speeds of devices and links.
         choose: A function that replaces the factor search.
         host: A further device for the weights and states that exceed the memory of the group; unused in mode
@@ -173,11 +173,11 @@ SPLIT_MODE_BUILDERS = (
     choose_auto_plan,
 )
 SPLIT_MODES: Mapping[str, SplitModeBuilder] = dict(zip(SPLIT_MODE_NAMES, SPLIT_MODE_BUILDERS, strict=True))
-"""The split modes by name. Each function answers a planning request for several devices."""
+"""The split modes by name. Each function plans a graph for several devices."""
 
 
 def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices:
-    """Return the devices of `group` that take part in the earlier plan `like`.
+    """Select the devices of `group` that take part in the earlier plan `like`.
 
     Raises:
         PlanError: `like` is a plan over other devices, or over other weights and states than `graph` has.
@@ -202,7 +202,10 @@ def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices
 
 
 def _accepts_same_layout(earlier: Value, value: Value) -> bool:
-    """Return whether two weights have one spec, or two states one dtype and rank; the sizes of states may differ."""
+    """Return whether a leaf of a new graph can keep the layout of the leaf of equal name in an earlier plan.
+
+    Two weights need equal specs. Two states need equal dtypes and ranks; their sizes may differ.
+    """
     if (earlier.node.op, earlier.spec.dtype) != (value.node.op, value.spec.dtype):
         return False
     if value.node.op == "state":
@@ -211,7 +214,10 @@ def _accepts_same_layout(earlier: Value, value: Value) -> bool:
 
 
 def _check_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
-    """Return a share for each device: all equal without `tensor_split`, zero where it names no share."""
+    """Expand the tensor split to one share for each device, with zero for missing shares.
+
+    Without a tensor split all shares are equal. Raises `PlanError` for a split with too many or invalid shares.
+    """
     if not tensor_split:
         return [1.0] * devices
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):

@@ -1,1 +1,1 @@
-"""Plan reports in words and in JSON, and the difference between two plans."""
+"""Reports about plans as text and JSON, and the difference between two plans."""

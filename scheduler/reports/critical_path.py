@@ -1,4 +1,4 @@
-"""The critical path of a plan: the chain of timeline entries that decides the time of a run.
+"""The critical path of a plan: the chain of timeline entries that determines the time of a run.
 
 Example: The devices 0 and 1 work for 3 and 5 us, run a collective of 2 us, and work for 4 and 1 us:
 
@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from ..costs.timeline import COMPUTE, TimelineEntry
 
 StagePoint = tuple[int, int]
-"""The number of a timeline entry, and a device that runs it. In a collective, one device stands for all."""
+"""The number of a timeline entry, and a device that runs the entry. In a collective, one device stands for all."""
 START_POINT: StagePoint = (-1, -1)
 """The point before the first entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathEntry:
-    """An entry of the critical path, with the device if it is work; None for a collective."""
+    """One timeline entry on the critical path, with its device; the device is None for a collective."""
 
     stage: TimelineEntry
     device: int | None
 
 
-def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
-    """Return the timeline entries that follow each other without a gap from the start of a run to its end.
+def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
+    """Find the critical path: timeline entries that follow each other without a gap from the start to the end of a run.
 
-    The sum of their times is the time of the run by `stages.estimate`. Entries that take no time are left out.
+    The sum of their times is the time of the run (`stages.compute_last_end_seconds`). Entries that take no time are
+    left out.
     """
     ends: dict[StagePoint, tuple[float, StagePoint]] = {
         START_POINT: (0.0, START_POINT)
@@ -46,7 +47,7 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
         if point not in ends or end > ends[point][0]:
             ends[point] = end, before
 
-    for number, stage in enumerate(stages):
+    for number, stage in enumerate(timeline):
         points = {d: (number, d if stage.op == COMPUTE else stage.sending_device) for d in stage.devices}
         waiting = [stage.sending_device] if stage.op == "send" else stage.devices
         for d in stage.devices:
@@ -62,5 +63,7 @@ def find_critical_path(stages: Sequence[TimelineEntry], devices: int) -> list[Pa
     while path[-1] != START_POINT:
         path.append(ends[path[-1]][1])
     path.reverse()
-    path_points = [(stages[number], d) for number, d in path if number >= 0 and d < devices and stages[number].seconds]
+    path_points = [
+        (timeline[number], d) for number, d in path if number >= 0 and d < devices and timeline[number].seconds
+    ]
     return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in path_points]

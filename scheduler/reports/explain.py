@@ -1,4 +1,4 @@
-"""The plan report: cost, memory, and for each timeline entry its devices, its time and its reason."""
+"""The report of a plan: cost, memory, and the devices, time and reason of each timeline entry."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from .weight_balance import find_imbalance
 
 
 def explain_plan(plan: Plan, *, steps: bool = False) -> str:
-    """Return the report of a plan: summary, reasons, memory, weight balance and timeline.
+    """Return the report that explains a plan: summary, reasons, memory, weight balance and timeline.
 
-    With `steps`, the instructions of each device follow.
+    Args:
+        plan: The plan.
+        steps: Whether the report also has the instructions of each device.
     """
     lines = [format_summary(plan), *(f"  {reason}" for reason in format_reason_lines(plan))]
     lines += ["", *format_memory_table(plan), ""]
@@ -43,7 +45,7 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
 
 
 def format_summary(plan: Plan) -> str:
-    """Return nodes, steps, collectives by kind, arithmetic and time in one line."""
+    """Format the summary of a plan in one line: nodes, steps, collectives by kind, arithmetic and time."""
     views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
     longest = max(len(device_plan.program.instructions) for device_plan in plan.lanes)
     counts: dict[str, int] = {}
@@ -65,12 +67,12 @@ def format_summary(plan: Plan) -> str:
 
 
 def _is_partitioned(plan: Plan) -> bool:
-    """Return whether devices have different parts of a weight, a state or an output."""
+    """Return whether a plan has sharded or local leaves or outputs, so that devices have different parts."""
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
 def format_reason_lines(plan: Plan) -> list[str]:
-    """Return the lines about the search, which are the plan's reasons, and about its results."""
+    """Format the lines about the factor search: the reasons of the plan, and the properties of its result."""
     return [
         *plan.reasons,
         *format_cost_correction_lines(plan),
@@ -84,9 +86,9 @@ def format_reason_lines(plan: Plan) -> list[str]:
 
 
 def format_cost_correction_lines(plan: Plan) -> list[str]:
-    """Return a line with the time of the plan.
+    """Format the predicted time of the plan as one line, if factors are sharded.
 
-    It differs from the search's times, because the programs contain copies that the search does not see.
+    The search predicts shorter times, because the programs contain copies that the search does not see.
     """
     if not plan.cuts:
         return []
@@ -94,7 +96,7 @@ def format_cost_correction_lines(plan: Plan) -> list[str]:
 
 
 def format_placement_lines(plan: Plan) -> list[str]:
-    """Return a line for each reason why nodes run on one device alone."""
+    """Format the placement of pinned nodes: one line for each reason why nodes run on one device alone."""
     lines = []
     for placed in plan.placed:
         first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
@@ -107,7 +109,7 @@ def format_placement_lines(plan: Plan) -> list[str]:
 
 
 def format_transport_lines(plan: Plan) -> list[str]:
-    """Return how the devices of each backend exchange data, if the backend has several transports."""
+    """Format how the devices of each backend exchange data, if the backend has several transports."""
     kinds: dict[type, list[Lane]] = {}
     for device_plan in plan.lanes:
         kinds.setdefault(type(device_plan.backend), []).append(device_plan)
@@ -125,7 +127,7 @@ def format_transport_lines(plan: Plan) -> list[str]:
 
 
 def format_critical_path_lines(plan: Plan) -> list[str]:
-    """Return the shares of devices and collectives on the critical path, for several devices."""
+    """Format the shares of devices and collectives on the critical path, if there are several devices."""
     if len(plan.lanes) == 1 or not plan.cost.total:
         return []
     seconds: dict[str, float] = defaultdict(float)
@@ -138,7 +140,7 @@ def format_critical_path_lines(plan: Plan) -> list[str]:
 
 
 def format_overlap_lines(plan: Plan) -> list[str]:
-    """Return the time saved by computation during collectives."""
+    """Format the time that overlap saves: devices compute during collectives."""
     if not (hidden := plan.cost.hidden):
         return []
     device_plans = {id(device_plan.program): device_plan for device_plan in plan.lanes}.values()
@@ -152,7 +154,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
 
 
 def format_pipelining_lines(plan: Plan) -> list[str]:
-    """Return the speedup of pipelined runs."""
+    """Format the predicted speedup of pipelined runs, if there is one."""
     times, through = estimate_pipeline_speedup(plan), format_stage_count(count_pipeline_stages(plan), len(plan.lanes))
     if times < 1.01:
         return []
@@ -160,7 +162,10 @@ def format_pipelining_lines(plan: Plan) -> list[str]:
 
 
 def stand_in_lines(plan: Plan) -> list[str]:
-    """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
+    """Format the NumPy fallback: a line for each kind of device with ops that NumPy computes.
+
+    A backend has no compiled kernel for such an op.
+    """
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for device_plan, costs in zip(plan.lanes, plan.prices, strict=True):
         for position in costs.stand_ins:
@@ -174,9 +179,9 @@ def stand_in_lines(plan: Plan) -> list[str]:
 
 
 def format_memory_table(plan: Plan) -> list[str]:
-    """Return the bytes on each device by kind, and the free memory.
+    """Format a table of the bytes on each device by kind of memory, with the free memory.
 
-    The saved bytes for the undo of a failed run are a part of the compute memory.
+    The bytes that are saved for the rollback of a failed run are a part of the compute memory.
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for device_plan in plan.lanes:
@@ -194,7 +199,7 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 
 def format_timeline_table(plan: Plan) -> list[str]:
-    """Return one row per timeline entry; repeated sequences of entries, such as layers, are shown once and counted."""
+    """Format the timeline as a table with one row for each entry; repeated rows, such as layers, are shown once."""
     reasons, advice = TimelineReasons(plan), find_hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
@@ -214,29 +219,29 @@ def format_timeline_table(plan: Plan) -> list[str]:
     return lines
 
 
-def _format_timeline_row(plan: Plan, number: int, stage: TimelineEntry, because: str) -> tuple[str, ...]:
-    """Return the table row of one timeline entry."""
-    where = format_devices([str(plan.lanes[d].device) for d in stage.devices])
-    if stage.op == "send":
+def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: str) -> tuple[str, ...]:
+    """Format one timeline entry and its reason as a table row."""
+    where = format_devices([str(plan.lanes[d].device) for d in entry.devices])
+    if entry.op == "send":
         where = " -> ".join(
-            str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.sending_device)
+            str(plan.lanes[d].device) for d in sorted(entry.devices, key=lambda d: d != entry.sending_device)
         )
-    if stage.op != COMPUTE:
-        where = f"{'copy' if stage.op == 'send' else stage.op} {where}"
-    reads, moved = (format_bytes(n) if n else "-" for n in (stage.bytes_read, stage.bytes_sent))
-    uncut = "-" if stage.unsharded_seconds is None else format_seconds(stage.unsharded_seconds)
-    if stage.is_overlapped:
-        because = f"beside the meeting before it; {because}"
-    return str(number), where, str(stage.instruction_count), reads, moved, format_seconds(stage.seconds), uncut, because
+    if entry.op != COMPUTE:
+        where = f"{'copy' if entry.op == 'send' else entry.op} {where}"
+    reads, moved = (format_bytes(n) if n else "-" for n in (entry.bytes_read, entry.bytes_sent))
+    uncut = "-" if entry.unsharded_seconds is None else format_seconds(entry.unsharded_seconds)
+    if entry.is_overlapped:
+        reason = f"beside the meeting before it; {reason}"
+    return str(number), where, str(entry.instruction_count), reads, moved, format_seconds(entry.seconds), uncut, reason
 
 
 def _make_row_key(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the common part of the rows of two layers: all cells, without numbers in names."""
+    """Make a key of a table row without numbers in its names, so that rows of repeated layers have equal keys."""
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
 class TimelineReasons:
-    """The reasons for timeline entries, read from the graphs of the devices and the layouts of their leaves."""
+    """The reasons for the entries of a timeline, from the graphs of the devices and the layouts of their leaves."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -245,30 +250,35 @@ class TimelineReasons:
             name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()
         }
 
-    def explain_entry(self, stage: TimelineEntry) -> str:
-        """Return the reason for a timeline entry."""
-        nodes = self._list_nodes(stage)
-        if stage.op == COMPUTE:
-            return self._explain_work(nodes, stage.devices)
-        return self._explain_collective(self.plan.lanes[stage.sending_device], stage, nodes[0])
+    def explain_entry(self, entry: TimelineEntry) -> str:
+        """Explain one timeline entry: return the reason for its devices or for its collective."""
+        nodes = self._list_nodes(entry)
+        if entry.op == COMPUTE:
+            return self._explain_work(nodes, entry.devices)
+        return self._explain_collective(self.plan.lanes[entry.sending_device], entry, nodes[0])
 
-    def select_hints(self, stage: TimelineEntry, advice: Mapping[str, PlacementHint]) -> list[PlacementHint]:
-        """Return the hints of `advice` about weights that an entry reads."""
+    def select_hints(self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]) -> list[PlacementHint]:
+        """Select the placement hints about weights that a timeline entry reads.
+
+        Args:
+            entry: The timeline entry.
+            hints_by_weight: The placement hints of the plan by weight.
+        """
         read = (
-            (find_viewed_node(s).name for n in self._list_nodes(stage) for s in n.inputs) if stage.op == COMPUTE else ()
+            (find_viewed_node(s).name for n in self._list_nodes(entry) for s in n.inputs) if entry.op == COMPUTE else ()
         )
-        return list(dict.fromkeys(advice[name] for name in read if name in advice))
+        return list(dict.fromkeys(hints_by_weight[name] for name in read if name in hints_by_weight))
 
-    def _list_nodes(self, stage: TimelineEntry) -> list[Node]:
-        """Return the nodes that an entry computes, from the graph of its first device."""
-        device_plan = self.plan.lanes[stage.sending_device]
+    def _list_nodes(self, entry: TimelineEntry) -> list[Node]:
+        """List the nodes that a timeline entry computes, in the graph of its first device."""
+        device_plan = self.plan.lanes[entry.sending_device]
         instructions = device_plan.program.instructions[
-            stage.first_instruction : stage.first_instruction + stage.instruction_count
+            entry.first_instruction : entry.first_instruction + entry.instruction_count
         ]
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _explain_work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
+        """Explain a compute span by the largest pinned leaf and the largest sharded leaf that it reads."""
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
         leaves = {find_viewed_node(s).name: find_viewed_node(s) for n in nodes for s in n.inputs}
         stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
@@ -290,7 +300,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
+        """Explain unsharded work: a compute span without sharded weights. It may read a part of a replicated weight."""
         read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
@@ -302,10 +312,10 @@ class TimelineReasons:
                 return f"{format_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
-    def _explain_collective(self, device_plan: Lane, stage: TimelineEntry, node: Node) -> str:
-        """Return the reason for a collective or a message."""
-        if stage.op == "send":
-            to = self.plan.lanes[next(d for d in stage.devices if d != stage.sending_device)].device
+    def _explain_collective(self, device_plan: Lane, entry: TimelineEntry, node: Node) -> str:
+        """Explain a collective or a message by the value that it exchanges."""
+        if entry.op == "send":
+            to = self.plan.lanes[next(d for d in entry.devices if d != entry.sending_device)].device
             return f"{format_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
         source = node.inputs[0]
         sharded_leaf = self._find_nearest_sharded_leaf(source.node)
@@ -314,31 +324,31 @@ class TimelineReasons:
             if sharded_leaf is None
             else f": %{sharded_leaf.label} is cut on axis {self._find_shard_axis(sharded_leaf)}"
         )
-        if stage.op == "all_gather":
+        if entry.op == "all_gather":
             return f"{format_value_name(source)} lies in shards and is read whole{because}"
-        whose = ", of which each keeps its own rows" if stage.op == "reduce_scatter" else ""
-        machines = self._describe_multi_machine_sum(device_plan, stage)
+        whose = ", of which each keeps its own rows" if entry.op == "reduce_scatter" else ""
+        machines = self._describe_multi_machine_sum(device_plan, entry)
         return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
-    def _describe_multi_machine_sum(self, device_plan: Lane, stage: TimelineEntry) -> str:
-        """Return how a sum over several machines is computed, if it is first computed within each machine."""
+    def _describe_multi_machine_sum(self, device_plan: Lane, entry: TimelineEntry) -> str:
+        """Describe how a sum over several machines is computed, if it is first computed within each machine."""
         cost = self.plan.hardware.estimate_collective(
-            stage.op, count_collective_bytes(device_plan.program.instructions[stage.first_instruction]), stage.devices
+            entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
         )
         if not (cost.inside_machine_seconds and cost.across_machines_seconds):
             return ""
-        over = f"{cost.machine_count} x {len(stage.devices) // cost.machine_count}"
+        over = f"{cost.machine_count} x {len(entry.devices) // cost.machine_count}"
         inside, across = map(format_seconds, (cost.inside_machine_seconds, cost.across_machines_seconds))
-        return f"; {stage.op} over {over}: {inside} inside, {across} across"
+        return f"; {entry.op} over {over}: {inside} inside, {across} across"
 
     def _find_shard_axis(self, leaf: Node) -> int:
-        """Return the axis on which a leaf is sharded."""
+        """Return the axis along which a leaf is sharded."""
         layout = self.plan.leaves[leaf.name]
         assert isinstance(layout, Shard)
         return layout.axis
 
     def _find_nearest_sharded_leaf(self, node: Node) -> Node | None:
-        """Return the nearest sharded weight or state from which a value is computed."""
+        """Find the nearest sharded weight or state from which a value is computed, or None."""
         queue, seen = [node], {node}
         for here in queue:
             leaves = [s.node for s in here.inputs if s.node.is_leaf]
@@ -354,19 +364,19 @@ class TimelineReasons:
 
 
 def _find_largest_leaf(leaves: Sequence[Node]) -> tuple[Node, str]:
-    """Return the leaf with the most bytes, and a text with the count of the others."""
+    """Find the leaf with the most bytes, and return it with a text about the number of other leaves."""
     return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 
 
 def format_value_name(value: Value) -> str:
-    """Return a value of a device's graph by its name in a dump of the user's graph."""
+    """Format the name of a device value as the user sees it in the graph text of the user's graph."""
     return format_node_reference(value.node.name or value.node.op) + (
         f"#{value.index}" if len(value.node.specs) > 1 else ""
     )
 
 
 def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
-    """Return the pinned device and the reason for nodes by name, and for the weights and states that they read."""
+    """List the pinned device and the reason, by name, of pinned nodes and of the weights and states that they read."""
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():

@@ -1,4 +1,4 @@
-"""The measured times of a plan's steps, from a trace of this plan or of a plan with the same steps and other shapes."""
+"""Measured times of the steps of a plan, from a trace of this plan or of a plan with equal steps and other shapes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .perfetto_trace import (
 )
 
 MAX_TRACE_BYTES = 1 << 30
-"""Maximum bytes of an unpacked trace."""
+"""Maximum bytes of a trace document after unpacking."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One instruction in the traced runs.
+    """The measured time of one instruction in traced runs.
 
     `seconds` is its share of the median time of its kernel. The kernel runs `steps_in_kernel` instructions, and
     their estimates determine the shares.
@@ -48,14 +48,14 @@ class MeasuredPlan:
     label: str
     run_count: int
     median_run_seconds: float
-    """Seconds of the median run."""
+    """The median seconds of a run."""
     has_equal_shapes: bool
-    """Whether all shapes equal the plan's shapes. They may differ, for example with a shorter context."""
+    """Whether all shapes equal the shapes of the plan. They may differ, for example with a shorter context."""
     steps_by_device: tuple[tuple[MeasuredStep | None, ...], ...]
 
 
 def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
-    """Return the measured times of `plan` from a trace or a trace file.
+    """Read the measured times of the steps of `plan` from a trace or a trace file.
 
     Raises:
         PlanError: If the file is not a trace, or has no run of a plan with the same steps.
@@ -72,7 +72,7 @@ def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
 
 
 def _read_trace_file(path: str | Path) -> Any:
-    """Read the JSON document of a trace file, gzipped or not."""
+    """Read the JSON document of a trace file, which may be gzipped."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
@@ -86,7 +86,7 @@ def _read_trace_file(path: str | Path) -> Any:
 
 
 def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
-    """Match a trace document with a plan and return the measured times of the plan's steps.
+    """Match a trace document with a plan, and return the measured times of the plan's steps.
 
     The document may have several plans; the plan with the most equal shapes is taken.
     """
@@ -119,7 +119,7 @@ def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
 
 
 def _read_duration(event: Mapping[str, Any]) -> float:
-    """Return the duration of an event in microseconds."""
+    """Read the duration of a trace event in microseconds. Raises `ValueError` for a duration that is not finite."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
         raise ValueError("a time must be finite")
@@ -127,7 +127,7 @@ def _read_duration(event: Mapping[str, Any]) -> float:
 
 
 def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
-    """Return the share of steps with equal shapes; 0 if the steps differ."""
+    """Compute the share of steps with equal shapes in a plan and a trace; the share is 0 if the steps differ."""
     own = [
         [(i.op, i.node, format_result_spec(i)) for i in device_plan.program.instructions] for device_plan in plan.lanes
     ]

@@ -1,4 +1,4 @@
-"""Pass dumps: factors, layouts and graphs, memory, and programs of a plan as text.
+"""Dumps of the planner passes as text: factors, layouts, device graphs, memory and programs of a plan.
 
 The dumps show only the decisions of planning itself.
 """
@@ -34,12 +34,12 @@ MAX_LISTED_NAMES = 3
 
 
 def format_node_reference(name: str) -> str:
-    """Return the reference to a node by its name in a dump; the number of an unnamed node stays bare."""
+    """Format the reference to a node in a dump, ``%name``; the number of an unnamed node has no quotes."""
     return f"%{name if name.isdecimal() else quote_node_name(name)}"
 
 
 def join_with_rest(found: Sequence[str]) -> str:
-    """Return the first few names of `found`, and the count of the others."""
+    """Join the first `MAX_LISTED_NAMES` names to one text, with the count of the others."""
     more = f" and {len(found) - MAX_LISTED_NAMES} more" if len(found) > MAX_LISTED_NAMES else ""
     return ", ".join(found[:MAX_LISTED_NAMES]) + more
 
@@ -48,7 +48,7 @@ def join_with_rest(found: Sequence[str]) -> str:
 
 
 def format_factors(factors: Factors) -> str:
-    """Return a table of all factors, then the axes of every value as products of factors.
+    """Format two tables: all factors, and the axes of every value as products of factors.
 
     Each factor has a letter, the leaves with this factor, and the nodes that keep it from being sharded. Axes are
     written as in einops, outer first; ``|`` stands between segments, and ``!`` follows a factor that cannot be
@@ -84,7 +84,7 @@ def format_factors(factors: Factors) -> str:
 
 
 def _name_factors(factors: Factors) -> dict[Factor, str]:
-    """Return a letter for every factor of more than one index, in the order of the values."""
+    """Assign a symbol (one or more letters) to each factor of more than one index, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     symbols: dict[Factor, str] = {}
     for node in factors.graph.nodes:
@@ -108,7 +108,10 @@ def _format_value(value: Value, node_names: Mapping[Node, str]) -> str:
 
 
 def format_layouts(leaves: Mapping[str, Layout], outputs: Mapping[str, Layout]) -> str:
-    """Return the layouts of leaves and outputs. ``S0 0+32 | 32+32``: sharded on axis 0, with each device's ranges."""
+    """Format a table of the layouts of leaves and outputs.
+
+    ``S0 0+32 | 32+32`` means sharded on axis 0, with the offset and the length of each device's index range.
+    """
     rows = [("leaf", format_node_reference(name), _format_layout(layout)) for name, layout in leaves.items()]
     rows += [("output", name, _format_layout(layout)) for name, layout in outputs.items()]
     return "\n".join(format_table(rows, "lll"))
@@ -122,11 +125,11 @@ def _format_layout(layout: Layout) -> str:
 
 
 _QUOTED_NUMBER = re.compile(r'%"(\d+)"')
-"""A device's node with the number of an unnamed node of the user's graph as its name, which is shown without quotes."""
+"""A device node with the number of an unnamed user node as its name, which is shown without quotes."""
 
 
 def format_device_graphs(graphs: Sequence[Graph]) -> str:
-    """Return the graph of each device; a graph that an earlier device has is not repeated."""
+    """Format the graph of each device; an equal graph of a later device is not repeated."""
     first: dict[str, int] = {}
     sections = []
     for device, graph in enumerate(graphs):
@@ -141,7 +144,7 @@ def format_device_graphs(graphs: Sequence[Graph]) -> str:
 
 @dataclass(slots=True, eq=False)
 class ArenaLifetime:
-    """The arena bytes of one value, from the step that writes it to the last step that reads it."""
+    """The lifetime of one value in the arena: its bytes, and the steps from its write to its last read."""
 
     offset: int
     nbytes: int
@@ -150,23 +153,23 @@ class ArenaLifetime:
     name: str
     note: str = ""
     writing_step: int = -1
-    """The step that writes it; -1 for inputs and scratch."""
+    """The step with this value as its first result; -1 for inputs, scratch and further results."""
     overwriting_step: int = sys.maxsize
-    """The step that overwrites it."""
+    """The step that overwrites the value."""
 
     @property
     def end_byte(self) -> int:
-        """The byte after the last byte of the value."""
+        """The end of the value in the arena: the byte after its last byte."""
         return self.offset + self.nbytes
 
     @property
     def end_step(self) -> int:
-        """The first step that does not need its memory."""
+        """The end of the lifetime: the first step that does not need the value."""
         return min(self.last_step + 1, self.overwriting_step)
 
 
 def format_memory(program: Program) -> str:
-    """Return a map of the arena, one line per value by offset and time, and a table of the other buffers."""
+    """Format a map of the arena, with the offset and lifetime of each value, and a table of the other buffers."""
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // LIFETIME_COLUMNS)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
@@ -183,7 +186,7 @@ def _offset_of(life: ArenaLifetime) -> int:
 
 
 def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
-    """Return the lifetimes of all values in the arena, as the instructions use them."""
+    """Find the lifetimes of all values in the arena from the instructions that write and read them."""
     lives = [ArenaLifetime(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
     there = sorted(lives, key=_offset_of)  # by offset, without overlaps
 
@@ -222,7 +225,7 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
 
 
 def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Return the used arena bytes at each step, and the last step that needs the first result of each step.
+    """Compute the used arena bytes at each step, and the last step that needs the first result of each step.
 
     The last step is -1 for a step that writes to a weight, state or constant.
     """
@@ -238,7 +241,7 @@ def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
 
 
 def _format_buffers(program: Program) -> list[str]:
-    """Return a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
+    """Format a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
     for step, i in enumerate(program.instructions):
         for tensor in (t for t in i.src if t is not None):
@@ -257,7 +260,7 @@ def _format_buffers(program: Program) -> list[str]:
 
 
 def format_program(program: Program) -> str:
-    """Return a table of all instructions: op, node, place of the results, and places of the operands."""
+    """Format a table of all instructions: op, node, memory of the results, and memory of the operands."""
     places = [b.name and format_node_reference(b.name) for b in program.buffers]
     rows = [("step", "op", "writes", "reads", "with")]
     for step, i in enumerate(program.instructions):
@@ -272,14 +275,17 @@ def format_program(program: Program) -> str:
 
 
 def _format_tensor(tensor: Tensor, places: Sequence[str]) -> str:
-    """Return ``f32[1,64]@256`` for the arena, ``f32[128,64]@%token_embd.weight`` for a buffer of its own."""
+    """Format the spec and the location of a tensor: ``f32[1,64]@256`` in the arena.
+
+    A tensor in a buffer of its own has the name of the buffer: ``f32[128,64]@%token_embd.weight``.
+    """
     where = f"{places[tensor.buffer]}{f'+{tensor.offset}' if tensor.offset or not places[tensor.buffer] else ''}"
     _, _, strides = str(tensor).partition(" strides ")
     return f"{tensor.spec}@{where.lstrip('+')}" + (f" by {strides}" if strides else "")
 
 
 def _format_attrs(i: Instruction) -> str:
-    """Return the attributes that differ from the defaults of the op."""
+    """Format the attributes of an instruction that differ from the defaults of the op."""
     defaults = REGISTRY[i.op].defaults
     return ", ".join(f"{k}={format_attribute(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
 
@@ -288,7 +294,7 @@ def _format_attrs(i: Instruction) -> str:
 
 
 def _format_programs(plan: Plan, text: Callable[[Program], str]) -> str:
-    """Return the text of the program of each device; equal texts are shown once."""
+    """Format the program of each device by the function `text`; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
     for device_plan in plan.lanes:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))
@@ -305,4 +311,4 @@ PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
         "steps": lambda plan: _format_programs(plan, format_program),
     }
 )
-"""The dumps of `hocket plan --show`, in the order of the passes."""
+"""The dump of each planner pass for `hocket plan --show`, in the order of the passes."""

@@ -1,4 +1,4 @@
-"""Traces as JSON in the format of Chrome's tracing, which Perfetto and speedscope open.
+"""Traces as JSON in the Chrome trace format, which Perfetto and speedscope open.
 
 Every device is a process. Its first thread is the stream of its steps, and two counters show its memory. For each
 collective, arrows go from the device that came last to the devices that waited for it.
@@ -32,7 +32,7 @@ MICROSECONDS_PER_SECOND = 1e6
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace, gzipped if the name ends in ``.gz``. Raises `OSError`."""
+    """Write a trace to a file in the Chrome trace format, gzipped if the name ends in ``.gz``. Raises `OSError`."""
     lines = (text.encode() for text in format_trace(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
@@ -43,7 +43,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def format_trace(trace: Trace) -> Iterator[str]:
-    """Yield the text of the file, piece by piece."""
+    """Format a trace in the Chrome trace format: yield the JSON text in pieces."""
     plans = list({id(run.plan): run.plan for run in trace.runs}.values())
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
     about = {
@@ -64,7 +64,7 @@ def format_trace(trace: Trace) -> Iterator[str]:
 
 
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
-    """Return the metadata that identify a plan: its devices, and the steps of each device."""
+    """Make the metadata of a plan in a trace, which identify the plan: its devices, and the steps of each device."""
     steps = [
         [[i.op, i.node, format_result_spec(i)] for i in device_plan.program.instructions] for device_plan in plan.lanes
     ]
@@ -72,7 +72,7 @@ def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
 
 
 def format_result_spec(i: Instruction) -> str:
-    """Return dtype and shape of an instruction's first result."""
+    """Format the dtype and shape of the first result of an instruction; without a result the text is empty."""
     return str(i.dst[0].spec) if i.dst else ""
 
 
@@ -85,7 +85,7 @@ def _compute_process_id(device: int) -> int:
 
 
 def _make_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
-    """Yield the events that name processes and threads."""
+    """Make the trace events that name processes and threads."""
     yield _make_name_event("process_name", HOST_PROCESS, "hocket")
     yield _make_name_event("thread_name", HOST_PROCESS, "runs")
     names = {d: str(device_plan.device) for plan in plans for d, device_plan in enumerate(plan.lanes)}
@@ -99,7 +99,7 @@ def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
 
 
 class _PlanEvents:
-    """The events of the runs of one plan; text that is equal in all runs is made once."""
+    """The trace events of the runs of one plan; text that is equal in all runs is formatted once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
@@ -107,7 +107,7 @@ class _PlanEvents:
         self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
-        """Yield the events of a run as JSON.
+        """Format the trace events of one run as JSON texts.
 
         Args:
             run: The run.
@@ -148,7 +148,7 @@ class _PlanEvents:
             yield from _format_collective_arrows(came, arrows)
 
     def _format_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Return the end of a step's event, which is equal in all runs."""
+        """Format the constant part of the event of a step, which is equal in all runs and follows its times."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.lanes[device].program.instructions[n] for n in step.instruction_numbers]
@@ -181,7 +181,7 @@ def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[
 
 
 def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
-    """Return the sequence number of a step's collective, and whether the step only sends; None without a collective."""
+    """Find the collective that a step runs: its sequence number, and whether the step only sends; else None."""
     for number in step.instruction_numbers:
         i = program.instructions[number]
         if (sequence := find_collective_sequence_number(i.op, i.attrs)) is not None:
@@ -189,10 +189,15 @@ def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | 
     return None
 
 
-def _format_collective_arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
-    """Yield arrows from the sender, or else from the device that came last, to the devices that waited for it."""
-    last = max(came, key=lambda one: (one[3], one[1]))
-    for device, start, end, _ in came:
+def _format_collective_arrows(calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
+    """Format the arrows of one collective, from the sender or the last device to the devices that waited for it.
+
+    Args:
+        calls: For each device: its number, start, end, and whether it only sends.
+        numbers: Numbers for arrows.
+    """
+    last = max(calls, key=lambda one: (one[3], one[1]))
+    for device, start, end, _ in calls:
         if device == last[0]:
             continue
         arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM_THREAD}

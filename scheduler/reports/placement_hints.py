@@ -1,6 +1,6 @@
-"""Placement hints: a flag ``--place`` for a weight, the bytes that it saves, and the time that it costs.
+"""Placement hints: a flag ``--place`` for a weight, with the bytes that it saves and the time that it costs.
 
-Only weights that are replicated and lie at the ends of a graph are considered. Their readers run before or after all
+Only replicated weights at the start or the end of a graph are considered. Their readers run before or after all
 other nodes, so the cost model of the plan predicts the time if one device runs them alone.
 """
 
@@ -25,14 +25,14 @@ from ..sharding.pins import find_user_pins, pin_neighbours_of_pinned_nodes
 from .value_layouts import format_value_layouts
 
 MIN_SAVED_SHARE = 0.01
-"""Minimum share of a device's bytes that a hint must save."""
+"""The least share of a device's bytes that a hint must save."""
 MAX_PATTERN_CHARACTERS = 80
 """Maximum characters of a pattern."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """The effect of ``--place`` with this pattern and device: saved bytes by device, and extra seconds of a run."""
+    """A placement hint: a rule for ``--place``, the saved bytes on each device, and the extra seconds of a run."""
 
     placement_rule: str
     saved_bytes_by_device: Mapping[str, int]
@@ -51,10 +51,13 @@ class PlacementHint:
 
 
 def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
-    """Return the best hint for each weight that has one, by name.
+    """Find the best placement hint for each weight that has one, by name.
 
-    A hint saves a larger share of a device's bytes than it adds to the time of a run. `layouts` are the value
-    layouts of the plan, if the caller has them.
+    The saved share of a device's bytes is at least the relative increase of the run time.
+
+    Args:
+        plan: The plan.
+        layouts: The value layouts of the plan, if the caller has them.
     """
     if len(plan.lanes) == 1:
         return {}
@@ -65,7 +68,7 @@ def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[st
 
 
 class _PlacementChange:
-    """The changes of a plan if a weight lies on one device alone."""
+    """Finds placement hints of a plan by estimating the run if one device alone has a weight."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
@@ -81,7 +84,7 @@ class _PlacementChange:
         self.node_times = [runs[first] for first in first_equal]
 
     def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
-        """Yield a hint for each device on which the weight may lie with a gain."""
+        """Find the placement hints of one weight: yield a hint for each device that may have it with a gain."""
         if self._compute_largest_share([leaf]) < MIN_SAVED_SHARE or (pattern := self._make_pattern(leaf.name)) is None:
             return
         first = self.devices[0]  # the nodes are the same for every device
@@ -98,20 +101,20 @@ class _PlacementChange:
                 yield PlacementHint(f"{pattern}={device}", saved, seconds)
 
     def _make_pattern(self, name: str) -> str | None:
-        """Return a regular expression that finds only this name; None if it is too long to type."""
+        """Make a regular expression that matches only this node name; return None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
     def _compute_largest_share(self, leaves: Sequence[Node]) -> float:
-        """Return the share of the weights in a device's bytes, on the device with the largest share."""
+        """Compute the share of the given weights in the bytes of a device, on the device with the largest share."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / stored_bytes
             for own, stored_bytes in zip(self.weight_bytes, self.stored_bytes, strict=True)
         )
 
     def _find_unneeded_nodes(self, moved: Set[Node]) -> Set[Node]:
-        """Return the nodes that other devices do not need if one device computes `moved`.
+        """Find the nodes that are unneeded elsewhere: on all other devices, if one device computes `moved`.
 
         They are `moved` and the replicated nodes that have no other readers.
         """
@@ -123,26 +126,28 @@ class _PlacementChange:
                 elsewhere.add(node)
         return elsewhere
 
-    def _estimate_extra_seconds(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
-        """Return the maximum additional seconds of a run if one device alone computes `moved`.
+    def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
+        """Estimate the extra seconds of a run, at most, if the target device alone computes `moved`.
 
-        That device sends the values that other devices read, and the other devices skip all nodes in `elsewhere`. It
-        is None if other devices read a moved node that depends on computed values, or if a moved node reads a value
-        that is not replicated.
+        The target device sends the values that other devices read, and the other devices skip `skipped_nodes`. The
+        result is None if other devices read a moved node that depends on computed values, or if a moved node reads a
+        value that is not replicated.
         """
         seconds = 0.0
         fed: set[Node] = set()
-        for node in (n for n in self.plan.graph.nodes if n in elsewhere and not n.is_leaf and not op_of(n).is_view):
-            sources = {find_viewed_node(s) for s in node.inputs} - elsewhere
+        for node in (n for n in self.plan.graph.nodes if n in skipped_nodes and not n.is_leaf and not op_of(n).is_view):
+            sources = {find_viewed_node(s) for s in node.inputs} - skipped_nodes
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
             if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
                 fed.add(node)
-            is_read = any(u not in elsewhere for v in node.results for u in self._list_computing_readers(v))
+            is_read = any(u not in skipped_nodes for v in node.results for u in self._list_computing_readers(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
             name = self.name_by_node[node]
-            _, launches = self.node_times[to].get(name, (0.0, 1.0))
-            seconds += self.plan.speeds[to].compute_seconds(*self.work_counts.count_work(node), launches=launches)
+            _, launches = self.node_times[target_device].get(name, (0.0, 1.0))
+            seconds += self.plan.speeds[target_device].compute_seconds(
+                *self.work_counts.count_work(node), launches=launches
+            )
             seconds -= max(own.get(name, (0.0, 1.0))[0] for own in self.node_times)
             seconds += (
                 self.plan.hardware.collective_seconds(sum(v.spec.nbytes for v in node.results)) if is_read else 0.0
@@ -150,7 +155,7 @@ class _PlacementChange:
         return seconds
 
     def _list_computing_readers(self, value: Value) -> Iterator[Node]:
-        """Yield the nodes that compute with a value or with views of it."""
+        """List the readers of a value that compute with it, directly or through views."""
         values = [value]
         for here in values:
             for user in self.users[here]:
@@ -161,6 +166,6 @@ class _PlacementChange:
 
 
 def _list_node_times(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
-    """Return the seconds and the launches of each node of a device."""
+    """Return the predicted seconds and the number of launches of each node of a device, by node name."""
     instructions = device_plan.program.instructions
     return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

@@ -1,4 +1,4 @@
-"""The difference between two plans, as lines for people."""
+"""The difference between two plans, as lines of text for people."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..ir.formatting import format_bytes, format_seconds
 
 @validate_arguments(PlanError, before=instance_of(Plan), after=instance_of(Plan))
 def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
-    """Return lines about leaves, collectives, memory and time; no lines if both plans do the same.
+    """Return the differences between two plans as lines about leaves, collectives, memory and time.
 
-    Names that differ only in numbers, such as layer names, share one line if they changed in the same way.
+    There are no lines if both plans do the same. Names that differ only in numbers, such as layer names, share one line
+    if they changed in the same way.
     """
     lines = [*_diff_leaves(before, after), *_diff_collectives(before, after), *_diff_memory(before, after)]
     if (was := format_seconds(before.cost.total)) != (now := format_seconds(after.cost.total)):
@@ -28,7 +29,10 @@ def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def group_names(names: Iterable[str]) -> list[str]:
-    """Group names that differ only in numbers: ``%blk.*.ffn_up.weight (80)``."""
+    """Group names that differ only in numbers, such as layer names, to one text with a count.
+
+    An example of a text is ``%blk.*.ffn_up.weight (80)``.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"\d+", "*", name)].append(name)
@@ -36,7 +40,7 @@ def group_names(names: Iterable[str]) -> list[str]:
 
 
 def _diff_leaves(before: Plan, after: Plan) -> list[str]:
-    """Return lines about leaves with another layout, or in only one plan."""
+    """Return lines about the layouts of leaves that differ, and about leaves in only one plan."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*before.leaves, *after.leaves)):
         was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
@@ -50,7 +54,7 @@ def _diff_leaves(before: Plan, after: Plan) -> list[str]:
 
 
 def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
-    """Return how often each collective runs, by op and name; a message counts once, at its sender."""
+    """Count the runs of each collective by op and name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, device_plan in enumerate(plan.lanes):
         for i in device_plan.program.instructions:
@@ -67,7 +71,13 @@ def _diff_collectives(before: Plan, after: Plan) -> list[str]:
 def _format_one_sided(
     word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]
 ) -> list[str]:
-    """Return lines about collectives that run more often `here` than `there`, grouped by op."""
+    """Format the surplus collectives, which run more often `here` than `there`, as one line for each op.
+
+    Args:
+        word: The first word of each line.
+        here: The counts of collectives in one plan, by op and name.
+        there: The counts in the other plan.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for (op, name), count in here.items():
         groups[op] += [name] * max(0, count - there.get((op, name), 0))
@@ -75,7 +85,7 @@ def _format_one_sided(
 
 
 def _diff_memory(before: Plan, after: Plan) -> list[str]:
-    """Return lines about bytes that changed, by device and kind."""
+    """Return lines about memory bytes that differ, by device and kind."""
     was, now = ({str(device_plan.device): device_plan.memory() for device_plan in p.lanes} for p in (before, after))
     lines = []
     for device in dict.fromkeys((*was, *now)):

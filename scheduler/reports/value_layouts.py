@@ -1,4 +1,4 @@
-"""The layouts of all values of the user's graph on the devices of a plan, read from the devices' graphs.
+"""The layouts of all values of the user's graph on the devices of a plan, derived from the graphs of the devices.
 
 A layout is a short text:
 
@@ -25,7 +25,7 @@ SUM_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def format_value_layouts(plan: Plan) -> dict[Node, str]:
-    """Return the layout of the first result of each node, in graph order."""
+    """Format the layout of the first result of each node as a short text, in graph order."""
     node_names = assign_names(plan.graph)
     users = {name: node for node, name in node_names.items()}
     first = find_first_devices_with_same_program(plan.lanes)
@@ -51,7 +51,7 @@ def _format_leaf_layout(layout: Layout) -> str:
 
 
 def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial_sum: bool) -> str:
-    """Return the layout of a computed value.
+    """Format the layout of a computed value.
 
     Args:
         node: The node of the user's graph.
@@ -69,7 +69,7 @@ def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial
 
 
 def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
-    """Return the names of a device's nodes that have partial sums as values.
+    """Find the names of nodes in a device graph that have partial sums as values.
 
     The search starts at the operands of sums over devices and goes back to the nodes that compute the terms. It ends
     at a node that reads a sharded value. Values in `whole` are excluded: one device alone adds them, and the others

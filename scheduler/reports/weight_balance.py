@@ -1,7 +1,7 @@
-"""The weight balance of a plan: how far a device is from its share of the weights, and which weights are the cause.
+"""The weight balance of a plan: how far devices deviate from their shares of the weights, and which weights cause this.
 
-The excess of a weight on a device is the stored bytes minus the device's share of the weight. Over all weights, the
-sum of the excess is the difference, to the byte.
+The excess of a weight on a device is the stored bytes minus the device's share of the weight. The excess of all weights
+adds up to the excess of the device, to the byte.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..sharding.propagation import ShardingAssignment, propagate_layouts
 from ..sharding.search.greedy_search import factors_from_positions, find_conflicting_leaf, group_factors
 
 BALANCE_TOLERANCE = 0.02
-"""The relative deviation from its share up to which a device is balanced."""
+"""The relative deviation from its share up to which a device counts as balanced."""
 MAX_LISTED_CAUSES = 4
 """Maximum causes that are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImbalanceCause:
-    """Weights that are unbalanced for one reason.
+    """A cause of imbalance: weights that exceed the share of the fullest device for the same reason.
 
     `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
     """
@@ -45,9 +45,9 @@ class ImbalanceCause:
 
 @dataclass(frozen=True, slots=True)
 class WeightBalance:
-    """The bytes of weights on each device, its share of all weights (even, or as requested), and the causes.
+    """The weight balance of a plan: the bytes of weights on each device, its share, and the causes of imbalance.
 
-    The causes explain the excess of the fullest device.
+    The shares are even, or as requested by a tensor split. The causes explain the excess of the fullest device.
     """
 
     device_names: tuple[str, ...]
@@ -57,7 +57,10 @@ class WeightBalance:
     causes: tuple[ImbalanceCause, ...]
 
     def format_lines(self) -> list[str]:
-        """Return ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line per cause."""
+        """Format the weight balance as lines: one line about the devices, and one line for each cause.
+
+        Example: ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:``.
+        """
         devices_by_amounts: dict[tuple[int, float], list[str]] = defaultdict(list)
         for device, stored_bytes, share in zip(self.device_names, self.stored_bytes, self.share_bytes, strict=True):
             devices_by_amounts[stored_bytes, share].append(device)
@@ -77,7 +80,10 @@ class WeightBalance:
 
 
 def find_imbalance(plan: Plan) -> WeightBalance | None:
-    """Return the weight balance if a device is off its share by more than `BALANCE_TOLERANCE`; else None."""
+    """Find the imbalance of weights: the weight balance if a device is off its share, or None.
+
+    A device may deviate from its share by `BALANCE_TOLERANCE`.
+    """
     own = [{b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes]
     once = {
         v.node.name: _compute_unsharded_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
@@ -96,27 +102,46 @@ def find_imbalance(plan: Plan) -> WeightBalance | None:
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
-def _compute_unsharded_bytes(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
-    """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
-    device_plan = next((device_plan for device_plan, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
+def _compute_unsharded_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
+    """Return the stored bytes of an unsharded weight on the first device that has a part of it.
+
+    Args:
+        plan: The plan.
+        leaf: The weight.
+        bytes_by_device: Bytes of the weight on each device. Without any, the result is 0.
+    """
+    device_plan = next(
+        (device_plan for device_plan, nbytes in zip(plan.lanes, bytes_by_device, strict=True) if nbytes), None
+    )
     return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
 
-def _find_causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[ImbalanceCause]:
-    """Return the reasons for the excess of the fullest device, largest excess first."""
+def _find_causes(
+    plan: Plan, fullest: int, stored_bytes: Mapping[str, int], excess_bytes: Mapping[str, float]
+) -> list[ImbalanceCause]:
+    """List the causes of the excess of the fullest device, largest excess first.
+
+    Args:
+        plan: The plan.
+        fullest: The number of the fullest device.
+        stored_bytes: Stored bytes of each weight on this device.
+        excess_bytes: Excess bytes of each weight on this device.
+    """
     reasons = _ImbalanceReasons(plan, fullest)
     grouped: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(over, key=lambda name: -own.get(name, 0)):
+    for name in sorted(excess_bytes, key=lambda name: -stored_bytes.get(name, 0)):
         grouped[reasons.explain_weight(name)].append(name)
     causes = [
-        ImbalanceCause(tuple(names), sum(own.get(n, 0) for n in names), sum(over[n] for n in names), why)
+        ImbalanceCause(
+            tuple(names), sum(stored_bytes.get(n, 0) for n in names), sum(excess_bytes[n] for n in names), why
+        )
         for why, names in grouped.items()
     ]
     return sorted(causes, key=lambda cause: -cause.excess_bytes)
 
 
 class _ImbalanceReasons:
-    """Reasons why a weight exceeds a device's share, from the layouts of a plan and the factors of its graph."""
+    """The reasons why weights exceed the share of one device, from the layouts of a plan and its factors."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         self.plan, self.device = plan, device
@@ -130,7 +155,7 @@ class _ImbalanceReasons:
         self._assignment_by_factors: dict[frozenset[Factor], ShardingAssignment] = {}
 
     def explain_weight(self, name: str) -> str:
-        """Return the reason for one weight."""
+        """Explain why one weight exceeds its share: its sharding, placement or replication."""
         layout = self.plan.leaves[name]
         if isinstance(layout, Shard):
             return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
@@ -139,7 +164,7 @@ class _ImbalanceReasons:
         return f"whole on each device: {self._describe_replicated(self.leaves[name])}"
 
     def _describe_placement(self, devices: Sequence[int]) -> str:
-        """Return why weights are complete on some devices."""
+        """Explain why a weight is placed, as a whole, on the given devices only."""
         if self.device not in devices:
             return "whole on other devices"
         where = format_devices([str(self.plan.lanes[d].device) for d in devices])
@@ -147,7 +172,7 @@ class _ImbalanceReasons:
         return f"whole on {where}{' alone' if len(devices) == 1 else ''}{reasons and ': ' + reasons}"
 
     def _describe_shards(self, name: str, layout: Shard) -> str:
-        """Return ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
+        """Describe the shards of a weight: ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
         size = self.leaves[name].shape[layout.axis]
         lengths = [layout.count_entries(d) for d in range(len(layout.index_ranges))]
         if sum(lengths) > size:
@@ -161,14 +186,14 @@ class _ImbalanceReasons:
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
 
     def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
-        """Return ``, stored as f32`` if a device stores its shard in another dtype than the whole weight."""
+        """Describe a wider dtype, ``, stored as f32``, if a shard is not stored in the dtype of the whole weight."""
         leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
         as_stored = backend.storage_spec(local, "weight").dtype
         return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
     def _describe_replicated(self, weight: Value) -> str:
-        """Return why a weight is replicated: the cost of sharding it by each class of its factors."""
+        """Explain the replication of a weight by the cost of its cheapest sharding."""
         own = self.factors.factors_of(weight)
         if not own.isdisjoint(self.sharded_factors):
             return self._describe_whole_reader(weight, self._propagate_sharding(self.sharded_factors))
@@ -179,13 +204,17 @@ class _ImbalanceReasons:
         return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
-        """Return the factors of each axis of a weight."""
+        """List the factors of each axis of a weight."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
 
     def _estimate_sharding(self, weight: Value, name: str) -> tuple[float, str]:
-        """Return the additional seconds of a run if a weight is sharded by this class, and a text about it.
+        """Estimate the additional seconds of a run if a weight is sharded by a class of factors, and describe them.
 
-        The seconds are infinite if the weight cannot be sharded so.
+        The seconds are infinite if the weight cannot be sharded in this way.
+
+        Args:
+            weight: The weight.
+            name: The name of the class of factors.
         """
         chosen = self.sharded_factors.union(self.factors_by_class[name])
         axis = next(a for a, factors in enumerate(self._list_factors_by_axis(weight)) if not chosen.isdisjoint(factors))
@@ -206,15 +235,15 @@ class _ImbalanceReasons:
         )
 
     def _propagate_sharding(self, chosen: frozenset[Factor]) -> ShardingAssignment:
-        """Return the sharding assignment if the factors `chosen` are sharded."""
+        """Propagate the sharding of the factors `chosen`, and return the sharding assignment."""
         if chosen not in self._assignment_by_factors:
             self._assignment_by_factors[chosen] = propagate_layouts(self.plan.graph, self.factors, chosen)
         return self._assignment_by_factors[chosen]
 
     def _describe_whole_reader(self, weight: Value, assignment: ShardingAssignment) -> str:
-        """Return a text about the reader that needs all of a weight.
+        """Describe the reader that needs the whole weight.
 
-        Without such a reader, a flag or an earlier plan has decided.
+        Without such a reader, a flag or an earlier plan has decided the layout.
         """
         reader = next(
             (user for user in self.users[weight] if not isinstance(assignment.node_layouts[user], FactorShard)), None
@@ -223,7 +252,7 @@ class _ImbalanceReasons:
 
 
 def _format_headline(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
-    """Return the text about devices with equal bytes: their bytes and their share."""
+    """Format the line about the weight share of devices with equal bytes: their bytes and the deviation."""
     verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
     off = (
         f"{abs(stored_bytes / share - 1):.0%} {'more' if stored_bytes > share else 'less'} than"

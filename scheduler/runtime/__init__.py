@@ -1,1 +1,1 @@
-"""Running of plans: weights and states on devices, communication between devices, and the execution of programs."""
+"""The runtime of plans: weights and states on devices, communication between devices, and execution of programs."""

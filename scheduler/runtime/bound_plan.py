@@ -1,4 +1,4 @@
-"""A plan bound to its memory: inputs are copied in, programs compiled for the local devices, and outputs read."""
+"""A plan bound to its memory: input slots, compiled programs of the local devices, and outputs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ from .state_view import LocalShard, assemble_value
 from .store import Store
 
 MAX_RANK_WAIT_SECONDS, MAX_RANK_SLOWDOWN = 6.0, 20.0
-"""Maximum seconds of a wait for another process, plus this factor times the predicted seconds of a run."""
+"""The longest wait for another process: the first number in seconds, plus the second one times the predicted run."""
 INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 
 @dataclass(frozen=True, slots=True)
 class InputSlots:
-    """The input places of a device's program: the names and stored dtypes, and a function that writes arrays there."""
+    """The input slots of a device program: the places where a run writes its inputs.
+
+    The record has the names and stored dtypes of the inputs, and a function that writes the arrays to the slots.
+    """
 
     stored_inputs: tuple[tuple[str, DType], ...]
     write_arrays: Callable[[Sequence[Array]], None]
 
 
 class BoundPlan:
-    """A plan over the weights and states of a store; `local_devices` are the numbers of the devices of this process."""
+    """A plan bound to the weights and states of a store.
+
+    `local_devices` are the numbers of the devices of this process.
+    """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.device_placement = plan, store.between
@@ -56,13 +62,13 @@ class BoundPlan:
                 self.output_shards[name][number] = LocalShard(self.view_tensor(number, t), t.dtype)
 
     def view_tensor(self, number: int, tensor: Any) -> Any:
-        """Return the array of a tensor of a device's program, in place."""
+        """Return the array that views the memory of a tensor in the program of device `number`."""
         return self.plan.lanes[number].backend.view(self._buffers[number][tensor.buffer], tensor)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
     def make_input_slots(self, number: int) -> InputSlots:
-        """Return the input slots of a device's program."""
+        """Make the input slots of the program of device `number`."""
         device_plan, buffers = self.plan.lanes[number], self._buffers[number]
         tensors = [*device_plan.program.inputs.values()]
         stored_inputs = tuple((name, t.dtype) for name, t in device_plan.program.inputs.items())
@@ -77,7 +83,7 @@ class BoundPlan:
         return InputSlots(stored_inputs, write)
 
     def as_input_arrays(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Return the inputs of a run as arrays.
+        """Return the inputs of a run as checked arrays by name.
 
         Raises `PlanError` for an input that is missing, unknown or does not fit.
         """
@@ -95,7 +101,7 @@ class BoundPlan:
         return arrays
 
     def require_equal_inputs(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
-        """Raise `RanksError` unless all processes have the same inputs."""
+        """Require that all ranks (processes) have equal inputs, by a checksum; raise `RanksError` on a difference."""
         if self.device_placement.spans_ranks:
             check = 0
             for array in (array for arrays in inputs_by_run for array in arrays.values()):
@@ -104,31 +110,36 @@ class BoundPlan:
                 "run", f"inputs {check:08x}", "run the same inputs on all ranks", MAX_RANK_WAIT_SECONDS
             )
 
-    def write_inputs(self, arrays: Mapping[str, Array], inlets: Iterable[InputSlots]) -> None:
-        """Copy the inputs to the input slots of the programs."""
-        for inlet in inlets:
-            inlet.write_arrays(
-                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in inlet.stored_inputs]
+    def write_inputs(self, arrays: Mapping[str, Array], input_slots: Iterable[InputSlots]) -> None:
+        """Write the inputs of a run to the input slots of the programs."""
+        for slots in input_slots:
+            slots.write_arrays(
+                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]
             )
 
     def _as_stored_array(self, name: str, array: Array, dtype: DType) -> Array:
-        """Return an input in the dtype in which it is stored."""
+        """Return an input array in its stored dtype, in which the program reads it."""
         ready = array.dtype is dtype.storage and dtype is not DType.BF16
         return array if ready else encode_array(decode_array(array, self.input_specs[name].dtype), dtype)
 
     # ------------------------------------------------------------------------------------------------ outputs
 
     def find_output_device(self, name: str) -> int | None:
-        """Return the device that has all of an output; None if the output must be assembled."""
+        """Find the device that has the whole output; return None if shards or ranks must be assembled."""
         layout = self.plan.outputs[name]
         if self.device_placement.spans_ranks or isinstance(layout, Shard):
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
     def make_output_runner(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
-        """Return a function that runs a device's program and returns the outputs that only this device returns.
+        """Make a function that runs the program of device `number` and returns its outputs.
 
-        These outputs are chosen once, because a token may take less than 1 ms.
+        The outputs are chosen once, because a run for one token may take less than 1 ms. Outputs of several devices,
+        which must be assembled, are not included.
+
+        Args:
+            number: The number of the device.
+            replay: Runs the compiled program.
         """
         parts = {
             name: self.output_shards[name][number]
@@ -146,7 +157,7 @@ class BoundPlan:
         return run
 
     def decode_output_shards(self, name: str) -> dict[int, Array]:
-        """Return each local device's shard of an output, as numbers."""
+        """Return the shard of an output on each local device, decoded to plain numbers."""
         return {number: part.decode() for number, part in self.output_shards[name].items()}
 
     def assemble_output(self, name: str, parts: Mapping[int, Array]) -> Array:
@@ -158,15 +169,15 @@ class BoundPlan:
     def make_communicator_group(
         self, timeout: float, wire: DType, *, follow: bool = False
     ) -> ThreadGroup | CollectiveGroups | RankGroup:
-        """Make the communicator group of the devices, in this process or between several.
+        """Make the communicator group of the devices, within this process or between several processes.
 
-        Another process is waited for little longer than the whole run should take. In pipelined runs only collective
-        groups share a signal pad. Messages go through host memory there, because a device may send one before its
-        last one is received.
+        A wait for another process ends soon after the predicted end of the whole run. In pipelined runs only collective
+        groups share a signal pad. Messages go through host memory there, because a device may send a message before its
+        previous message is received.
 
         Args:
             timeout: Maximum seconds of a wait.
-            wire: The dtype of a transfer.
+            wire: The dtype of transferred numbers.
             follow: Whether runs are pipelined.
         """
         device_plans, world = self.plan.lanes, self.device_placement.world
@@ -195,7 +206,7 @@ class BoundPlan:
     def compile_programs(
         self, communicator_group: ThreadGroup | CollectiveGroups | RankGroup
     ) -> dict[int, Callable[[], Any]]:
-        """Compile the programs of the local devices with their communicators, and return a runner for each."""
+        """Compile the programs of the local devices with their communicators, and return functions that run them."""
         device_plans = self.plan.lanes
         replays = {
             n: self.compile_program(
@@ -211,14 +222,16 @@ class BoundPlan:
         return replays
 
     def compile_program(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
-        """Compile a program for device `number` and return its runner."""
+        """Compile one program for device `number`, and return a function that runs it."""
         device_plan = self.plan.lanes[number]
         return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
     def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
-        """Roll back a run of a device.
+        """Roll back the states of device `number` to the start of the current run.
 
-        `finished` is the number or the set of finished instructions; None if it is unknown.
+        Args:
+            number: The number of the device.
+            finished: The number or the set of finished instructions; None if it is unknown.
         """
         program = self.plan.lanes[number].program
         if program.undo and finished is None:
@@ -226,17 +239,17 @@ class BoundPlan:
         self.run_program(number, program.build_undo_program(finished or 0))
 
     def run_program(self, number: int, program: Program) -> None:
-        """Run a program without collectives on one device, once."""
+        """Run a program without collectives once on device `number`."""
         self.compile_program(number, program, SingleDeviceComm())()
 
 
-def find_finished_instructions(error: BaseException | None, whole: int) -> int | frozenset[int] | None:
-    """Return the number or the set of instructions that a device has finished; None if it is unknown.
+def find_finished_instructions(error: BaseException | None, instruction_count: int) -> int | frozenset[int] | None:
+    """Find the instructions that a device finished in a run: their number, their positions, or None if unknown.
 
     Args:
         error: The error with which the run ended, if any.
-        whole: Number of instructions of the program.
+        instruction_count: Number of instructions of the program.
     """
     if error is None:
-        return whole
+        return instruction_count
     return error.finished_instructions if isinstance(error, StepError) else None

@@ -1,6 +1,6 @@
-"""Communicators of one process: collective groups with messages between all devices, and a single device.
+"""Communicators of one process: of several collective groups with messages between all devices, and of one device.
 
-The protocol is `Comm` in ``backends.base``. `distributed.thread_group` has the communicators of one group.
+The protocol is `Comm` in ``backends.base``. `distributed.thread_group` has the communicators of a single group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 
 
 class PointToPointGroup(Protocol):
-    """The transport of messages between all devices, of one process or of several."""
+    """A communicator group for point-to-point messages between devices, in one process or between several."""
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...
@@ -25,7 +25,7 @@ class PointToPointGroup(Protocol):
 
 
 class CollectiveGroups:
-    """Several collective groups of threads with one transport of messages between all devices."""
+    """The communicator group of a plan with several collective groups, and with messages between all devices."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class CollectiveGroups:
         wire: DType = DType.F32,
         message_group: PointToPointGroup | None = None,
     ) -> None:
-        """Make the thread group of each collective group.
+        """Make a thread group for each collective group.
 
         Args:
             groups_of_devices: For each device the numbers of the devices of its group.
             timeout: Maximum seconds of a wait.
             devices: The devices, if all belong to one backend; else empty.
-            wire: The dtype of a transfer.
-            message_group: The transport of messages; by default a thread group of this process.
+            wire: The dtype of transferred numbers.
+            message_group: The communicator group for messages; by default a thread group of this process.
         """
         self.groups_of_devices = [tuple(group) for group in groups_of_devices]
         self.message_group = message_group or ThreadGroup(len(groups_of_devices), timeout, wire=wire)
@@ -53,17 +53,17 @@ class CollectiveGroups:
         }
 
     def member(self, number: int) -> CollectiveGroupMember:
-        """Return the communicator of device `number`."""
+        """Return the communicator of device `number`, a member of its collective group."""
         group = self.groups_of_devices[number]
         return CollectiveGroupMember(self.thread_groups[group], group.index(number), self.message_group.member(number))
 
     def abort(self, why: str) -> None:
-        """Wake all waiting threads, because a member failed."""
+        """Abort all groups: wake the waiting threads with an error, because a device failed."""
         for group in (self.message_group, *self.thread_groups.values()):
             group.abort(why)
 
     def clear(self) -> None:
-        """Forget pending messages and failures after a run, when no thread waits.
+        """Clear the pending messages and failures of all groups after a run, when no thread waits.
 
         Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
         """
@@ -72,7 +72,7 @@ class CollectiveGroups:
 
 
 class CollectiveGroupMember(ThreadGroupMember):
-    """The `Comm` of one thread of a collective group; messages use the numbers of all devices."""
+    """The communicator of one device in its collective group; messages go to all devices by their plan numbers."""
 
     def __init__(self, group: ThreadGroup, rank: int, message_comm: Comm) -> None:
         super().__init__(group, rank)
@@ -92,13 +92,15 @@ def make_local_communicator_group(
     devices: Sequence[Device] = (),
     wire: DType = DType.F32,
 ) -> ThreadGroup | CollectiveGroups:
-    """Make the communicator group of one process: one thread group if all devices share a group, else several.
+    """Make the communicator group of the devices in one process.
+
+    The result is one thread group if all devices share a collective group, else several groups.
 
     Args:
         groups_of_devices: For each device the numbers of the devices of its group.
         timeout: Maximum seconds of a wait.
         devices: The devices, if all belong to one backend; else empty.
-        wire: The dtype of a transfer.
+        wire: The dtype of transferred numbers.
     """
     if len(set(map(tuple, groups_of_devices))) == 1:
         return ThreadGroup(len(groups_of_devices), timeout, devices=devices, wire=wire)
@@ -106,7 +108,7 @@ def make_local_communicator_group(
 
 
 class SingleDeviceComm:
-    """The `Comm` of a single device: each collective is a copy."""
+    """The communicator of a single device: each collective is a copy."""
 
     rank: int = 0
     size: int = 1
@@ -130,8 +132,8 @@ class SingleDeviceComm:
             np.copyto(into[target], source[origin])
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        """Do nothing, because there is no receiver."""
+        """Send nothing, because there is no receiver."""
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        """Fill the result with zeros, because there is no sender."""
+        """Receive zeros, because there is no sender."""
         into[...] = 0

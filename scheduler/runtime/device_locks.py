@@ -1,4 +1,4 @@
-"""Locks of devices: threads, streams and memory of a backend serve one program at a time."""
+"""Locks of devices: only one thread at a time uses the threads, streams and memory of a backend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _locks_guard = threading.Lock()
 
 
 def _find_or_make_lock(backend: Backend) -> threading.RLock:
-    """Return the lock of a backend, made at the first call."""
+    """Find the lock of a backend, or make it at the first call."""
     with _locks_guard:
         return _lock_by_backend.setdefault(backend, threading.RLock())
 
 
 class DeviceLock:
-    """A context in which no other thread uses any of these backends. The same thread may enter it again."""
+    """A context that locks the devices of some backends: no other thread uses them. A thread may enter it again."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         locks = {id(lock): lock for lock in map(_find_or_make_lock, backends)}

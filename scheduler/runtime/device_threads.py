@@ -1,4 +1,4 @@
-"""Device threads of a process: each device runs on a thread. If one fails, the others are woken and stop."""
+"""Device threads: each device of a process runs on its own thread, and the failure of one device stops all others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ...graph.errors import BackendError, StepError
 
 
 class Rendezvous(Protocol):
-    """The object through which devices communicate."""
+    """A rendezvous of device threads: an object through which they communicate, and which can wake all of them."""
 
     def abort(self, why: str) -> None:
-        """Wake all waiting threads, because a member failed."""
+        """Abort the run: wake all waiting threads with an error, because a device failed."""
 
     def clear(self) -> None:
-        """Forget pending messages and failures after a run, when no thread waits."""
+        """Clear the pending messages and failures after a run, when no thread waits."""
 
 
 class DeviceThreads:
@@ -40,10 +40,10 @@ class DeviceThreads:
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
     def run_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run the work of each device, the first on this thread, and return the results by device number.
+        """Run the work of all devices at the same time, and return the results by device number.
 
-        The method returns when all devices have ended, with or without a failure. Raises `BackendError` if a device
-        does not stop; from then on, each call raises it.
+        The first device runs on the calling thread. The method returns when all devices have ended, with or without a
+        failure. Raises `BackendError` if a device does not stop; from then on, each call raises it.
         """
         if self._lost_states_error is not None:
             raise self._lost_states_error
@@ -61,7 +61,7 @@ class DeviceThreads:
         return results
 
     def roll_back_and_raise(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
-        """Roll back all devices, as `roll_back`, and raise the first failure."""
+        """Roll back all devices as in `roll_back`, and raise the first failure."""
         why = self.failures[0][1]
         self.roll_back(back, why)
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
@@ -69,7 +69,7 @@ class DeviceThreads:
         raise why
 
     def roll_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
-        """Roll back the work of all devices, because of `why`.
+        """Roll back the states of all devices; raise `BackendError` if a device cannot do so.
 
         Args:
             back: Rolls back the device of this number, given the failure of the device or None.
@@ -83,22 +83,24 @@ class DeviceThreads:
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 
     def _run_device(self, number: int, work: Callable[[], Any]) -> None:
-        """Run one device. After a failure, wake the others, which may wait for it."""
+        """Run the work of one device; after a failure, wake the other devices, which may wait for it."""
         try:
             self._results[number] = work()
         except BaseException as why:  # the caller receives each error of a thread
             self.abort_run(number, why)
 
     def abort_run(self, number: int | None, why: BaseException) -> None:
-        """Record a failure, then wake the other devices, which fail because of it.
+        """Record a failure and abort the run: wake the other devices, which then fail too.
 
-        `number` is None for an interrupt.
+        Args:
+            number: The device that failed; None for an interrupt.
+            why: The error.
         """
         self.failures.append((number, why))
         self.rendezvous.abort(str(why) or type(why).__name__)
 
     def _join_device(self, number: int, other: Future[None]) -> None:
-        """Wait for a device; at most `timeout` seconds after another device has failed."""
+        """Wait for the end of a device; after a failure of another device, wait at most `timeout` seconds."""
         while not other.done():
             failed = bool(self.failures)
             try:

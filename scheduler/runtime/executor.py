@@ -1,4 +1,4 @@
-"""The executor of a plan: one thread per device copies inputs, runs the programs and reads outputs."""
+"""The executor of a plan: it writes the inputs, runs each device program on its own thread, and reads the outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRANSFER_DTYPE_KIND = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DTy
 
 
 class Executor:
-    """One plan bound to its memory.
+    """The executor of one plan, which is bound to its memory and ready to run.
 
     If a device fails, all devices stop, and the states are restored to their values before the run. The error names
     the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
@@ -107,7 +107,7 @@ class Executor:
 
     @validate_arguments(PlanError)
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Run the plan once and return the outputs by name, as new host arrays. States advance.
+        """Run the plan once on `inputs`, and return the outputs by name as new host arrays. States advance.
 
         Raises `PlanError` for an input that is missing, unknown or does not fit, and `BackendError` if a device
         fails.
@@ -123,7 +123,7 @@ class Executor:
     def _read_output(
         self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
     ) -> Array:
-        """Return one output.
+        """Read one output of the run that has ended.
 
         Args:
             name: Name of the output.
@@ -140,9 +140,10 @@ class Executor:
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
-        """Return an output of the last run from each local device that has all of it, else the assembled output.
+        """Return the copies of an output of the last run: one from each local device that has all of it.
 
-        Raises `PlanError` for an unknown output.
+        If no device has all of the output, the only copy is assembled from shards. Raises `PlanError` for an unknown
+        output.
         """
         if name not in self._output_devices:
             raise PlanError(
@@ -154,7 +155,7 @@ class Executor:
         return [self._bound_plan.assemble_output(name, parts)]
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        """Copy the inputs to all devices."""
+        """Bind the inputs of later `replay` calls: copy them to all devices."""
         with self._device_lock:
             self._write_inputs(inputs)
 
@@ -164,17 +165,17 @@ class Executor:
         self._bound_plan.require_equal_inputs([arrays])
 
     def replay(self) -> None:
-        """Run the programs on the bound inputs; an interrupt waits for the end of the run.
+        """Replay the programs on the bound inputs, without new inputs or returned outputs.
 
-        Raises `BackendError` if a device fails.
+        An interrupt waits for the end of the run. Raises `BackendError` if a device fails.
         """
         with self._device_lock:
             self._run_or_trace(self._program_runners)
 
     def _run_or_trace(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run this work of all local devices and return its results by device number.
+        """Run the work of each local device, and return the results by device number.
 
-        If a trace is set, time the programs instead and return nothing.
+        If a trace is set, time the programs instead, add the times to the trace, and return nothing.
         """
         with DeferredInterrupts():
             trace = self.trace
@@ -190,12 +191,12 @@ class Executor:
             return self._run_local_devices(works)
 
     def _require_timing(self) -> None:
-        """Raise `PlanError` if a backend cannot time its steps."""
+        """Require that all backends can time their steps; raise `PlanError` otherwise."""
         if self._untimed_device is not None:
             raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
 
     def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run all devices of this process; roll back and raise if one fails."""
+        """Run the work of all devices of this process; if a device fails, roll back all states and raise."""
         results = self._device_threads.run_devices(works)
         if self._device_threads.failures:
             try:
@@ -211,9 +212,9 @@ class Executor:
         self._bound_plan.roll_back(number, finished)
 
     def kernels(self, device: int = 0) -> list[str]:
-        """Return the kernels that a run calls on one device of the plan, in order.
+        """Return the names of the kernels that a run calls on one device of the plan, in order.
 
-        Ops stand for kernels if the backend has no kernel names, or if the device belongs to another process. Raises
+        If the backend has no kernel names, or if the device belongs to another process, the names are ops. Raises
         `PlanError` for an unknown device number.
         """
         require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
@@ -222,7 +223,7 @@ class Executor:
         return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
 
     def measure(self) -> Sequence[Sequence[TimedKernel]]:
-        """Run on the bound inputs and return the timed steps of each device.
+        """Measure one run on the bound inputs, and return the timed steps of each device.
 
         Raises `PlanError` if a backend cannot time its steps.
         """
@@ -232,7 +233,7 @@ class Executor:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Add every run in this context to a new trace, with the steps of this process's devices.
+        """Trace every run in this context: add the timed steps of the devices of this process to a new trace.
 
         Raises `PlanError` if a backend cannot time its steps.
         """
@@ -246,7 +247,7 @@ class Executor:
 
 @validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
-    """Bind `weights` and make `plan` ready to run.
+    """Load `weights` to the devices of `plan`, and return an executor that can run the plan.
 
     The plan states the thread count (`hocket.plan`). If its devices belong to several processes (``cpu:0@1``), each
     process calls this function and every later `run` with the same plan, weights and inputs. All processes get the
@@ -270,7 +271,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
-    """Bind all weights of the plan to a new store, and make an executor."""
+    """Bind all weights of the plan to a new store, compile the programs, and return the executor."""
     store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 
 class DeferredInterrupts:
-    """A context in which a SIGINT waits for the end of the block.
+    """A context in which an interrupt (SIGINT) waits for the end of the block.
 
     At the end the previous handler is called; by default it raises KeyboardInterrupt. If the block fails, the signal
     is dropped, because the block has ended. A second SIGINT does not wait. Outside the main thread, and in a nested
@@ -33,13 +33,13 @@ class DeferredInterrupts:
         return self
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Keep the signal, as the handler of SIGINT, and restore the previous handler."""
+        """Handle SIGINT: keep the signal for the end of the block, and restore the previous handler."""
         self._pending_signal = number, frame
         signal.signal(number, self._previous_handler)
 
     @property
     def is_interrupt_pending(self) -> bool:
-        """Whether a waiting SIGINT will raise KeyboardInterrupt, so that the rest of the block is not needed."""
+        """Whether an interrupt (SIGINT) is pending and will raise KeyboardInterrupt, so that work may be skipped."""
         keeper = self._outer_context or self
         return keeper._pending_signal is not None and keeper._previous_handler is signal.default_int_handler
 

@@ -1,4 +1,4 @@
-"""Packed weights on disk. The first process that runs a model writes them; later processes map them.
+"""Packed weight files: the first process that runs a model writes packed weights, and later processes map them.
 
 These processes share the memory and need not read the model's file. A file has the part of one weight on one device,
 in the bytes into which a backend packs it. Its note is the digest of the source, which ranks compare. The path has
@@ -20,7 +20,7 @@ from ...graph.storage.disk_cache import hash_key, map_cached, write_mappable
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The source of a weight: a file, a text that changes with its contents, and the offset of the weight in bytes."""
+    """The origin of a weight: a file, a text that changes with the contents of the file, and the offset in bytes."""
 
     file: str
     version: str
@@ -30,7 +30,7 @@ class WeightOrigin:
 class PackedWeightFiles:
     """The packed weight files of one folder.
 
-    The arguments `packing` name how the backend packs; the arguments `share` name the device's part of a weight.
+    The arguments `packing` name how the backend packs; the arguments `share` name the part of the weight on a device.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,9 +39,9 @@ class PackedWeightFiles:
     def map_existing_file(
         self, origin: WeightOrigin, packing: str, share: str, nbytes: int
     ) -> tuple[Array, bytes] | None:
-        """Return mapped read-only memory of `nbytes` bytes and the digest of its source; None if the file is missing.
+        """Map an existing packed weight file: return its memory of `nbytes` bytes, and the digest of the source.
 
-        A file of another size counts as missing.
+        The memory is read-only. The result is None if the file is missing or has another size.
         """
         mapped = map_cached(self._make_file_path(origin, packing, share), nbytes)
         return None if mapped is None else (np.frombuffer(mapped[0], np.uint8, nbytes), mapped[1])
@@ -49,9 +49,9 @@ class PackedWeightFiles:
     def write_and_map(
         self, origin: WeightOrigin, packing: str, share: str, packed: Array, digest: bytes
     ) -> tuple[Array, bytes]:
-        """Write packed bytes to a file, and return mapped memory of it and the `digest` of their source.
+        """Write packed bytes to a file and map it: return the mapped memory, and the `digest` of the source.
 
-        If the file cannot be written, return `packed` itself; the first time, a warning is logged.
+        If the file cannot be written, `packed` itself is returned, and the first time a warning is logged.
         """
         file = self._make_file_path(origin, packing, share)
         self._remove_old_versions(file.parent)
@@ -64,7 +64,7 @@ class PackedWeightFiles:
 
     @staticmethod
     def _remove_old_versions(version: Path) -> None:
-        """Remove the folders of other versions if there is no folder of this version yet.
+        """Remove the folders of old versions, unless the folder of the new version exists.
 
         Processes that have mapped removed files keep them.
         """

@@ -1,4 +1,4 @@
-"""Pipelined runs of plans: runs follow each other through the devices, so that all devices are busy."""
+"""Pipelined runs of plans: several runs are in progress on different devices, so that all devices are busy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
 
 
 class PipelinedPlan:
-    """One plan bound to its memory for pipelined runs; apart from that it is like an `Executor`.
+    """A plan bound to its memory for pipelined runs; an `Executor` does the same for single runs.
 
     A device begins its part of the next run without waiting for the end of the last run.
 
@@ -75,7 +75,7 @@ class PipelinedPlan:
 
 
 def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
-    """Run several requests in a pipeline and return the outputs of each run by name.
+    """Run several requests as a pipeline, and return the outputs of each run by name.
 
     The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, states are
     restored to their values before the first run.
@@ -92,10 +92,10 @@ def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
 
 
 class PipelinedRuns:
-    """A context in which runs follow each other through the devices of the plan `first`.
+    """A context for pipelined runs of plans on the devices of the plan `first`.
 
     All stores must have the same devices. Each device begins the next run when it has finished the last run and
-    saved its undo data. Runs with outputs returned by `wait_for_outputs` are final. All other runs are rolled back
+    saved its undo data. A run is final when `wait_for_outputs` has returned its outputs; all other runs are rolled back
     at the end. With `together`, returned runs are rolled back too if the context fails.
     """
 
@@ -119,7 +119,7 @@ class PipelinedRuns:
         return self
 
     def enqueue(self, runs: Sequence[RunRequest]) -> None:
-        """Append runs to the pending ones.
+        """Enqueue runs behind the pending ones.
 
         Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
         with a pending run, unless all runs are rolled back together.
@@ -140,7 +140,7 @@ class PipelinedRuns:
                 device.queued_runs.put(run)
 
     def wait_for_all(self) -> None:
-        """Wait until the devices have finished all pending runs, or one device has failed."""
+        """Wait until the devices have finished all pending runs, or until one device has failed."""
         with self._progress:
             self._progress.wait_for(
                 lambda: self._is_done_on_all_devices(self._pending_runs) or self._workers_done.done()
@@ -175,7 +175,7 @@ class PipelinedRuns:
                 )
 
     def _stop_workers(self) -> None:
-        """Wait until all devices have finished or stopped. Raises `BackendError` if a device does not stop."""
+        """Wait until the workers of all devices have ended. Raises `BackendError` if a device does not stop."""
         for device in self._workers.values():
             device.queued_runs.put(None)
         while True:
@@ -186,14 +186,14 @@ class PipelinedRuns:
                 self._device_threads.abort_run(None, why)
 
     def _is_done_on_all_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
-        """Return whether all devices of this process have finished these runs."""
+        """Return whether all devices of this process have finished the given runs."""
         return all(len(run.outputs_by_device) == len(self._workers) for run in runs)
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
         self._workers[number].roll_back(error)
 
     def _on_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
-        """Record that a device has finished its part of a run and saved its undo data."""
+        """Record that a device is done with its part of a run and has saved the undo data."""
         with self._progress:
             run.outputs_by_device[number] = outputs
             self._progress.notify()
@@ -203,7 +203,7 @@ class PipelinedRuns:
             self._progress.notify()
 
     def abort(self, why: str) -> None:
-        """Wake all waiting threads, because a device failed."""
+        """Abort all runs: stop the workers and wake the waiting threads, because a device failed."""
         for device in self._workers.values():
             device.is_stopped = True
             device.queued_runs.put(None)
@@ -211,25 +211,25 @@ class PipelinedRuns:
             pipeline._communicator_group.abort(why)
 
     def clear(self) -> None:
-        """Forget pending messages and failures when all devices have ended."""
+        """Clear the pending messages and failures of all plans, after all devices have ended."""
         for pipeline in self._used_plans:
             pipeline._communicator_group.clear()
 
 
 class _PipelinedRun:
-    """A pending run: its inputs, the outputs of each device that has finished, and whether it is final."""
+    """One run of a pipeline: its inputs, the outputs of each device that has finished it, and whether it is final."""
 
     def __init__(self, pipeline: PipelinedPlan, input_arrays: Mapping[str, Array]) -> None:
         self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
         self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
     def list_output_shards(self, name: str) -> dict[int, Array]:
-        """Return each local device's shard of an output."""
+        """List the shards of an output by device, for the local devices that have one."""
         return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 
 
 class _SavedRun(NamedTuple):
-    """The undo data of one device for a finished run, without the states that earlier runs restore."""
+    """The undo data of one device for a finished run, except for states that earlier runs restore."""
 
     run: _PipelinedRun
     restored_states: frozenset[str]
@@ -237,7 +237,7 @@ class _SavedRun(NamedTuple):
 
 
 class _DeviceStage:
-    """One device's part of a plan."""
+    """The part of a plan that one device runs: input slots, compiled program, output shards and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
@@ -247,7 +247,7 @@ class _DeviceStage:
 
 
 class _DeviceWorker:
-    """The worker of one device with its queue of runs; None ends the queue."""
+    """The worker of one device, with its queue of runs; None ends the queue."""
 
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False
@@ -259,7 +259,10 @@ class _DeviceWorker:
     def run_queue(
         self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
     ) -> None:
-        """Run the queued runs. An interrupt takes effect after the current run. Raises the error of a device."""
+        """Run the queued runs in order, and call `tell` after each of them. Raises the error of a device.
+
+        An interrupt takes effect after the current run.
+        """
         while (run := self.queued_runs.get()) is not None and not self.is_stopped:
             if interrupts.is_interrupt_pending:
                 raise KeyboardInterrupt
@@ -274,7 +277,7 @@ class _DeviceWorker:
             tell(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
-        """Roll back all runs that are not final, after the device has stopped, with its error if it failed."""
+        """Roll back all runs that are not final, after the device has stopped; `error` is its error, if it failed."""
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
             stage.bound_plan.roll_back(
@@ -285,7 +288,7 @@ class _DeviceWorker:
             run.pipeline._device_stages[self.number].undo_log.undo(saved, behind)
 
     def _save_for_undo(self, run: _PipelinedRun) -> None:
-        """Save the undo data of a finished run, without states that earlier runs over its store restore."""
+        """Save the undo data of a finished run, except for states that earlier runs over its store restore."""
         self._saved_runs = [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
         same = [
             saved_run.run.pipeline

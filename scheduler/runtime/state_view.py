@@ -1,4 +1,4 @@
-"""States and shards as NumPy-like arrays: read, index and assign values that several devices hold."""
+"""Views of states: a state on several devices as one NumPy-like array, which can be read, indexed and assigned."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .device_locks import DeviceLock
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One device's shard of a state or an output: a view of the memory, and the stored dtype."""
+    """The shard of a state or an output on one local device: a view of its memory, and the stored dtype."""
 
     memory_view: Any
     dtype: DType
 
     def decode(self) -> Array:
-        """Return the numbers; they are the memory itself if it has them in this form."""
+        """Decode the stored bytes to plain numbers; the result is a view of the memory if it has plain numbers."""
         return decode_array(self.memory_view, self.dtype)
 
     def copy_to_host(self) -> Array:
-        """Return a new host array of the numbers."""
+        """Copy the numbers to a new host array."""
         return decode_array(np.array(self.memory_view), self.dtype)
 
 
 class StateView:
-    """One state, possibly sharded, as one NumPy-like array; access waits for a run of another thread.
+    """A NumPy-like view of one state, which may be sharded; access waits for runs of other threads.
 
     Each process has the `parts` of its own devices; all processes must read the state together.
     """
@@ -68,11 +68,11 @@ class StateView:
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
-        """Return the entries at a NumPy index. Raises `PlanError` for any other index."""
+        """Return the entries at a NumPy index. Raises `PlanError` for an illegal index."""
         return self._index_array(np.asarray(self), index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Assign to a NumPy index; every device gets its shard. Raises `PlanError` for values that do not fit."""
+        """Assign values to a NumPy index on all devices. Raises `PlanError` for values that do not fit."""
         values = self._as_assignable_numbers(index, value)
         if not self.spec.dtype.is_quantised:  # quantised values are numbers already
             values = decode_array(values, self.spec.dtype)
@@ -97,7 +97,7 @@ class StateView:
             raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
     def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
-        """Return `value` as numbers for the entries at `index`; a single number for all entries stays one number."""
+        """Return `value` as numbers that can be assigned to the entries at `index`; a scalar stays a scalar."""
         there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
         numbers = as_number_array(f"state %{self.name}", value)
         try:
@@ -115,7 +115,10 @@ class StateView:
 
 
 def slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
-    """Return one device's shard of an array; quantised arrays are sliced in whole blocks along the last axis."""
+    """Return the slice of an array that is the shard of one device.
+
+    The bytes of a quantised array are sliced in whole blocks along the last axis.
+    """
     if not isinstance(layout, Shard):
         return data
     axis, runs = layout.axis, layout.index_ranges[device]
@@ -130,7 +133,14 @@ def slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Ar
 
 
 def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
-    """Return the whole value as a new host array, from the `parts` of local devices and from other processes."""
+    """Assemble a value from the parts of the local devices and of other processes, as a new host array.
+
+    Args:
+        shape: The shape of the whole value.
+        layout: The layout of the value.
+        parts: The parts of the local devices, by device number.
+        between: The processes of the devices, with communication between them.
+    """
     if not isinstance(layout, Shard):
         owners = layout.devices if isinstance(layout, Local) else range(len(between.ranks))
         return np.array(between.broadcast_part(parts, owners))
@@ -143,7 +153,7 @@ def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, A
 
 
 def write_shard(whole: Array, layout: Layout, number: int, part: Any) -> None:
-    """Write the shard of device `number` to its place in the whole value."""
+    """Write the shard of device `number` into the array of the whole value, at the index ranges of the layout."""
     if not isinstance(layout, Shard):
         whole[...] = part
         return

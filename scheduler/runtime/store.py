@@ -1,4 +1,4 @@
-"""The memory that outlives plans: weights and states of a group of devices."""
+"""Stores: the memory of weights and states on a group of devices, which outlives single plans."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .weight_digests import LoadedWeightDigests, compute_digest
 
 NATURAL, POSITIVE = integer_between(0), integer_between(1)
 PART_ALIGNMENT = 16
-"""The bytes to which the parts of a state are aligned, so that kernels read them as they read a buffer."""
+"""The alignment of the parts of a state in bytes, so that kernels can read a part like a buffer."""
 
 
 class Store:
-    """Weights and states of a group of devices, shared by all plans on them; states begin as zeros.
+    """A store of the weights and states on a group of devices, shared by all plans on these devices.
 
-    With several processes, a store has the devices of its own process ``world.rank``; all processes make the same
-    calls in the same order. `nread` is the number of weight bytes that these devices have received. Packed weights
-    are written to the files `packed`, if given, and are mapped from there the next time. Raises `BackendError` if
-    device memory is full, and `PlanError` for a device of a missing process.
+    States begin as zeros. With several processes, a store has the devices of its own process ``world.rank``; all
+    processes make the same calls in the same order. `nread` is the number of weight bytes that these devices have
+    received. Packed weights are written to the files `packed`, if given, and are mapped from there the next time.
+    Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
     """
 
     @validate_arguments(PlanError, group=DEVICES_KIND)
@@ -78,7 +78,7 @@ class Store:
         release: Callable[[], object] = lambda: None,
         copies: WeightCopies | None = None,
     ) -> None:
-        """Load a weight; each device loads its shard.
+        """Bind a weight to its data: each device loads its shard.
 
         Args:
             name: Name of the weight.
@@ -122,7 +122,7 @@ class Store:
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
     def beside(self) -> Store:
-        """Return a store with the same weights and with its own states."""
+        """Return a second store for the same devices, with the same weights and with its own states and arena."""
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
@@ -134,7 +134,10 @@ class Store:
         return other
 
     def in_turn(self) -> Store:
-        """Return a store `beside` this one that also shares the arena; plans on both must not run at the same time."""
+        """Return a second store for plans that run in turn with plans of this one, with the same weights and arena.
+
+        The second store has its own states. Plans on the two stores must not run at the same time.
+        """
         other = self.beside()
         for number, mine in self._device_buffers.items():
             other._device_buffers[number].arena = mine.arena
@@ -142,10 +145,10 @@ class Store:
 
     @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
     def view_sequences(self, first: int, count: int, total: int) -> Store:
-        """Return a store in turn with this one whose states are those of `count` sequences, from sequence `first` on.
+        """Return a store with views of the states of some sequences: `count` sequences from sequence `first` on.
 
         Every present state of this store must have `total` equal parts along its first axis, one per sequence. The new
-        store reads and writes the same memory.
+        store reads and writes the same memory, and shares weights and arena as in `in_turn`.
 
         Raises:
             PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
@@ -168,7 +171,7 @@ class Store:
 
     @validate_arguments(PlanError, name=TEXT, source=NATURAL, target=NATURAL, count=NATURAL)
     def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
-        """Copy `count` rows of a state, within the memory of each device.
+        """Copy `count` rows of a state from row `source` to row `target`, within the memory of each device.
 
         Raises:
             PlanError: The rows overlap or are not in the state, or the state is sharded along its first axis.
@@ -185,7 +188,7 @@ class Store:
 
     @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
-        """Return a state over all devices; index and assign it as one array to reset, save or restore it."""
+        """Return a view of a state over all devices, which can be read, indexed and assigned as one array."""
         if name not in self.states:
             raise PlanError(
                 f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
@@ -204,12 +207,12 @@ class Store:
         return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
-        """Return the bytes in use on each device of this process, by kind."""
+        """Return the bytes in use on each device of this process, by kind of buffer."""
         return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def require_devices(self, plan: Plan) -> None:
-        """Raise `PlanError` unless `plan` is for the devices of this store."""
+        """Require that `plan` is for the devices of this store; raise `PlanError` otherwise."""
         theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
         if theirs != own:
             raise PlanError(
@@ -219,7 +222,7 @@ class Store:
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
-        """Return the program buffers of each device of this process; missing buffers are allocated.
+        """Return the buffers of the program of `plan` on each device of this process; missing buffers are allocated.
 
         Raises `PlanError` if a weight was never bound, or if a leaf has another layout than in an earlier plan.
         """
@@ -242,7 +245,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PackedFileKey:
-    """The key of the packed file of one device's shard of a weight."""
+    """The key of the packed weight file for the shard of a weight on one device."""
 
     packed_files: PackedWeightFiles
     origin: WeightOrigin
@@ -250,7 +253,7 @@ class PackedFileKey:
 
 
 class _DeviceBuffers:
-    """The buffers of one device by (kind, name), and its arena."""
+    """The buffers of one device: its weights and states by (kind, name), and its arena."""
 
     def __init__(self, backend: Backend, device: Device) -> None:
         self.backend, self.device = backend, device
@@ -265,11 +268,15 @@ class _DeviceBuffers:
         declared_buffer: BufferSpec,
         data: Callable[[], Array],
         release: Callable[[], object],
-        place: PackedFileKey | None = None,
+        packed_file_key: PackedFileKey | None = None,
     ) -> Callable[[], bytes]:
-        """Load a weight and return the function that computes its digest; `release` is called after each loaded piece.
+        """Load a weight into a buffer of the device, and return a function that computes the digest of its bytes.
 
-        `data` reads the weight, unless a packed file at `place` has it.
+        Args:
+            declared_buffer: The name and the declared spec of the weight.
+            data: Reads the weight, unless a packed file has it.
+            release: Called after each loaded piece.
+            packed_file_key: The packed file, if any.
         """
         assert declared_buffer.declared_spec is not None
         stored = self.backend.storage_spec(declared_buffer.declared_spec, declared_buffer.kind)
@@ -281,26 +288,31 @@ class _DeviceBuffers:
             if stored.dtype.is_quantised and isinstance(self.backend, PacksWeights)
             else None
         )
-        if place is None or packing is None:
+        if packed_file_key is None or packing is None:
             buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
             self._load_in_slices(buffer, declared_buffer.declared_spec, part, release)
             self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
             return lambda: compute_digest(part, release)
-        mapped_weight = place.packed_files.map_existing_file(place.origin, packing, place.share_text, spec.nbytes)
+        mapped_weight = packed_file_key.packed_files.map_existing_file(
+            packed_file_key.origin, packing, packed_file_key.share_text, spec.nbytes
+        )
         if mapped_weight is None:
             packed, part = self.backend.alloc(spec.nbytes, self.device), data()
             self._load_in_slices(packed, declared_buffer.declared_spec, part, release)
-            mapped_weight = place.packed_files.write_and_map(
-                place.origin, packing, place.share_text, packed, compute_digest(part, release)
+            mapped_weight = packed_file_key.packed_files.write_and_map(
+                packed_file_key.origin, packing, packed_file_key.share_text, packed, compute_digest(part, release)
             )
         buffer, digest = mapped_weight
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
     def share_weight(
-        self, declared_buffer: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+        self, declared_buffer: BufferSpec, data: Callable[[], Array], part_key: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
-        """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
+        """Bind a weight to memory that is shared with other stores, and return a function that computes its digest.
+
+        The memory is the source itself if the backend can read it, else a copy in `copies`.
+        """
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec
         stored = self.backend.storage_spec(declared, declared_buffer.kind)
@@ -310,7 +322,7 @@ class _DeviceBuffers:
             buffer = self.backend.as_buffer(data(), declared)
         if buffer is None:
             buffer = copies.load_copy(
-                (type(self.backend), self.device, declared, stored, share),
+                (type(self.backend), self.device, declared, stored, part_key),
                 lambda: self.backend.alloc(spec.nbytes, self.device),
                 lambda copy: self._load_in_slices(copy, declared, data(), lambda: None),
             )
@@ -330,7 +342,10 @@ class _DeviceBuffers:
         return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
     def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
-        """Return the specification and the buffer of parts `first` to `first + count` of `total` parts of a buffer."""
+        """View some of `total` equal parts along the first axis of a buffer: `count` parts from part `first` on.
+
+        Returns the specification and the memory of these parts.
+        """
         spec, buffer = self.buffer_by_leaf[kind, name]
         assert spec.declared_spec is not None
         assert spec.stored_spec is not None
@@ -376,12 +391,12 @@ class _DeviceBuffers:
 
 
 def _resize_first_axis(spec: Spec, count: int, total: int) -> Spec:
-    """Return the spec of `count` of the `total` equal parts along the first axis."""
+    """Make the spec of `count` of `total` equal parts along the first axis."""
     return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
 
 
 def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
-    """Return why a value cannot have this layout on `count` devices; an empty text if it can."""
+    """Find the reason why a value cannot have this layout on `count` devices; return an empty text if it can."""
     if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
         return f"its layout names a device that is none of {count}"
     if isinstance(layout, Shard):
@@ -393,16 +408,16 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
     return ""
 
 
-def _as_file_array(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
-    """Return the weight of a caller as an array in the form of a file."""
+def _as_file_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
+    """Return the weight data of a caller as an array in the file format: numbers, or block bytes if quantised."""
     if spec.dtype.is_quantised:
-        return as_block_bytes(what, data, spec)
-    array = as_array_for_spec(what, data, spec)
+        return as_block_bytes(subject, data, spec)
+    array = as_array_for_spec(subject, data, spec)
     return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
 
 
 def _find_rank(device: Device, world: World) -> int:
-    """Return the rank of the process of a device."""
+    """Find the rank of the process to which a device belongs."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
     if (device.rank or 0) >= world.size:

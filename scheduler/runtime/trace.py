@@ -1,4 +1,4 @@
-"""Traces: a list of runs, each with the times of every device's instructions."""
+"""Traces: lists of runs with the measured times of the instructions of every device."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class TracedRun(NamedTuple):
 @validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
-    """Runs in the order of execution, at most `MAX_TRACED_RUNS`. `left_out` counts the later runs, which are not timed.
+    """A trace: the measured runs in the order of execution, at most `MAX_TRACED_RUNS`.
 
-    Executors append to `noted` at the end of a run, because each line of Python then delays the next run.
+    `left_out` counts the later runs, which are not timed. Executors append to `noted` at the end of a run, because each
+    line of Python then delays the next run.
     """
 
     left_out: int = 0
@@ -47,13 +48,13 @@ class Trace:
 
     @property
     def runs(self) -> Sequence[TracedRun]:
-        """The runs. The first read after a run asks the backends for its steps."""
+        """The traced runs. The first read after a run asks the backends for the steps of the run."""
         for plan, label, start, end, steps in self.noted[len(self._runs) :]:
             self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON for Perfetto or Chrome; ``hocket view --trace`` reads it too.
+        """Save the trace as a JSON file for Perfetto or Chrome; ``hocket view --trace`` reads it too.
 
         A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
         """
@@ -62,7 +63,7 @@ class Trace:
         write_trace(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
-        """Return a page of the plan with the most runs and the measured times of its steps.
+        """Return an HTML page of the plan with the most traced runs, with the measured times of its steps.
 
         Raises `PlanError` if the trace has no run.
         """
@@ -74,5 +75,5 @@ class Trace:
         return view_plan(max(plans, key=plans.count), trace=self, title=title)
 
     def _repr_html_(self) -> str:
-        """Return the page that a notebook shows."""
+        """Return the page of the trace as HTML for a notebook."""
         return self.view()._repr_html_()

@@ -1,4 +1,8 @@
-"""What undoes the runs of a device that have ended: the arena holds that of the last one only."""
+"""The undo log of pipelined runs: saved arena bytes with which a device rolls back runs that have ended.
+
+The arena has the saved state entries of the last run only, because the next run overwrites them. Therefore these
+bytes are copied after each run.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +16,71 @@ from ...backends.base import Array, Instruction, Tensor
 from .bound_plan import BoundPlan
 
 ARENA = 0
-"""The number of that buffer in every program."""
+"""The number of the arena among the buffers of every program."""
 Saved = Mapping[Tensor, Array]
-"""What lay in the arena where that tensor is."""
+"""The undo data of one run: a copy of the arena bytes of each tensor that the rollback reads."""
 
 
 class Journal:
-    """What undoes runs of one plan on device `number`, where runs are taken back together or not at all.
+    """The undo log of one plan on device number `number`, for runs that are rolled back together or not at all.
 
-    Of a run it keeps what the instructions that undo it read of the arena: not for states that may stay as runs have
-    left them, those named in `staying`, and not for those that an earlier run of them puts back as a whole, which are
-    in the end what that makes of them.
+    After each run, the undo log saves the arena bytes that the restoring instructions of the program will read. Two
+    kinds of states need no undo data:
+
+    - states in `staying`, which a rollback does not restore;
+    - states that the rollback of an earlier run overwrites completely.
     """
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
         self._bound, self._number, self._program = bound, number, bound.plan.lanes[number].program
-        named = [(self._program.buffers[back.dst[0].buffer].name, back) for _, back in self._program.undo]
-        self._backs = [(name, back) for name, back in named if name not in staying]
-        self._whole = frozenset(name for name, back in self._backs if _is_whole(back))
+        named = [(self._program.buffers[restore.dst[0].buffer].name, restore) for _, restore in self._program.undo]
+        self._backs = [(name, restore) for name, restore in named if name not in staying]
+        self._whole = frozenset(name for name, restore in self._backs if _is_whole(restore))
         self._is_crossed = any(
-            t.buffer not in (ARENA, back.dst[0].buffer) for _, back in self._backs for t in _read(back)
+            t.buffer not in (ARENA, restore.dst[0].buffer) for _, restore in self._backs for t in _read(restore)
         )
-        """Whether one state says what is put back of another, and has to be right each time."""
+        """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
-    def behind(self, earlier: Iterable[Journal]) -> frozenset[str]:
-        """The states for which a run need not keep anything behind earlier ones that are taken back with it."""
-        before = [*earlier]
+    def behind(self, earlier_logs: Iterable[Journal]) -> frozenset[str]:
+        """List the states that the rollback of earlier runs restores completely, by the undo logs of these runs.
+
+        This run saves nothing for these states. The list is empty if the rollback of one state reads another state.
+        """
+        before = [*earlier_logs]
         if self._is_crossed or any(journal._is_crossed for journal in before):
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))
 
-    def save_undo_data(self, behind: frozenset[str]) -> Saved:
-        """What undoes the run that has just ended, but for the states `behind` others."""
-        if behind not in self._views:
-            saved = dict.fromkeys(t for back in self._but(behind) for t in _read(back) if t.buffer == ARENA)
-            self._views[behind] = {t: self._bound.view_tensor(self._number, t) for t in saved}
-        return {t: np.array(view) for t, view in self._views[behind].items()}
+    def save_undo_data(self, skipped_states: frozenset[str]) -> Saved:
+        """Save the undo data of the run that has just ended, except for `skipped_states`."""
+        if skipped_states not in self._views:
+            saved = dict.fromkeys(
+                t for restore in self._but(skipped_states) for t in _read(restore) if t.buffer == ARENA
+            )
+            self._views[skipped_states] = {t: self._bound.view_tensor(self._number, t) for t in saved}
+        return {t: np.array(view) for t, view in self._views[skipped_states].items()}
 
-    def undo(self, saved: Saved, behind: frozenset[str]) -> None:
-        """Take a run back of which that was kept, when all behind it have been taken back."""
+    def undo(self, saved: Saved, skipped_states: frozenset[str]) -> None:
+        """Roll back one run with its undo data, after all later runs were rolled back.
+
+        Args:
+            saved: The undo data of the run.
+            skipped_states: The states for which nothing was saved.
+        """
         for t, array in saved.items():
-            self._views[behind][t][...] = array
-        backs = tuple(reversed(self._but(behind)))
-        self._bound.run_program(self._number, replace(self._program, instructions=backs, undo=()))
+            self._views[skipped_states][t][...] = array
+        restores = tuple(reversed(self._but(skipped_states)))
+        self._bound.run_program(self._number, replace(self._program, instructions=restores, undo=()))
 
-    def _but(self, behind: Container[str]) -> list[Instruction]:
-        return [back for name, back in self._backs if name not in behind]
-
-
-def _read(back: Instruction) -> list[Tensor]:
-    return [t for t in back.src if t is not None]
+    def _but(self, skipped_states: Container[str]) -> list[Instruction]:
+        return [restore for name, restore in self._backs if name not in skipped_states]
 
 
-def _is_whole(back: Instruction) -> bool:
-    """Whether what an instruction puts back does not depend on what is there: then it writes all of the state."""
-    return all(t.buffer == ARENA for t in _read(back))
+def _read(restore: Instruction) -> list[Tensor]:
+    return [t for t in restore.src if t is not None]
+
+
+def _is_whole(restore: Instruction) -> bool:
+    """Return whether a restoring instruction writes the whole state; such an instruction reads only the arena."""
+    return all(t.buffer == ARENA for t in _read(restore))

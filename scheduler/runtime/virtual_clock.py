@@ -1,4 +1,4 @@
-"""A simulated run of a plan: its programs on devices with a virtual clock."""
+"""Simulated runs: the programs of a plan on devices with a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .communicators import SingleDeviceComm, make_local_communicator_group
 
 
 class ClockEvent(Protocol):
-    """One instruction on a device's clock, in seconds from the start of the run."""
+    """One instruction on the virtual clock of a device, in seconds from the start of the run."""
 
     @property
     def node(self) -> str: ...
@@ -27,12 +27,12 @@ class ClockEvent(Protocol):
     def end(self) -> float: ...
     @property
     def idle_seconds(self) -> float:
-        """Seconds that the device waited for other devices before `start`."""
+        """The idle seconds before `start`, in which the device waited for other devices."""
 
 
 @runtime_checkable
 class ClockBackend(Protocol):
-    """A backend with devices that keep a virtual clock: the null backend."""
+    """A backend with devices that keep a virtual clock, such as the null backend."""
 
     @property
     def tracks(self) -> Mapping[str, Sequence[ClockEvent]]: ...
@@ -42,18 +42,18 @@ class ClockBackend(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """The instructions of each device with their times, and the peak bytes of each device."""
+    """A simulated run: the instructions of each device with their times, and the peak bytes of each device."""
 
     events_by_device: tuple[tuple[ClockEvent, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property
     def total_seconds(self) -> float:
-        """The time in seconds when the last device ends."""
+        """The total seconds of the run, until the last device ends."""
         return max((step.end for track in self.events_by_device for step in track), default=0.0)
 
     def compute_busy_share(self, device: int) -> float:
-        """Return the share of the total time in which a device computes or communicates."""
+        """Return the busy share of a device: the share of the total time in which it computes or communicates."""
         total, busy, until = self.total_seconds, 0.0, 0.0
         for step in sorted(self.events_by_device[device], key=lambda s: s.start):
             busy += max(0.0, step.end - max(step.start, until))
@@ -72,7 +72,7 @@ class SimulatedRun:
 
 
 def simulate_run(plan: Plan, on: ClockBackend | None = None) -> SimulatedRun:
-    """Simulate a run of `plan` on the virtual clock of its own devices, or on the backend `on` for any plan.
+    """Simulate one run of `plan` on virtual clocks: of its own devices, or of the backend `on`.
 
     Raises:
         PlanError: If there is a device without a virtual clock.

@@ -1,4 +1,4 @@
-"""Digests of the weights that ranks load; they must equal the digests of the same bytes on rank 0.
+"""Digests of loaded weights, which show that all ranks load the same bytes as rank 0.
 
 A digest is a tree. The 64-bit words of a leaf are added column by column, and BLAKE2b joins the sums of all leaves.
 Each changed word changes the digest. It detects damaged files and wrong weights; it does not protect against an
@@ -25,9 +25,13 @@ DIGEST_BYTES = 16
 
 
 def compute_digest(part: Array, release: Callable[[], object] = lambda: None) -> bytes:
-    """Return the digest of the shape, the dtype and all bytes of `part`; `release` is called after each leaf.
+    """Compute the digest of the shape, the dtype and all bytes of an array.
 
     The digest depends on the entries in C order, not on the strides.
+
+    Args:
+        part: The array, for example a shard of a weight.
+        release: Called after each leaf of the digest tree, so that its pages may be dropped.
     """
     from hashlib import blake2b  # loads OpenSSL, which a single process does not need
 
@@ -66,18 +70,21 @@ class LoadedWeightDigests:
 
     @property
     def is_own_rank_checked(self) -> bool:
-        """Whether the digests of this rank's own bytes are compared."""
+        """Whether the bytes of this rank are checked, which means that their digests are compared with rank 0."""
         return self._world.rank in self._checked_ranks
 
     def list_other_devices(self, layout: Layout) -> list[int]:
-        """Return the devices of other ranks with a part of a weight, if rank 0 must know the digest of the part."""
+        """List the remote devices with a checked part of a weight: rank 0 computes the digests of their parts.
+
+        The list is empty on all other ranks.
+        """
         if self._world.rank:
             return []
         holders = layout.devices if isinstance(layout, Local) else range(len(self._ranks))
         return [number for number in holders if self._ranks[number] in self._checked_ranks]
 
     def add_digest(self, name: str, layout: Layout, number: int, digest: Callable[[], bytes]) -> None:
-        """Store the digest of the part of a weight that a device loads; equal parts are read once.
+        """Add the digest of the part of a weight that one device loads; equal parts are read only once.
 
         Args:
             name: Name of the weight.
@@ -97,7 +104,10 @@ class LoadedWeightDigests:
         known[number] = digest().hex() if like is None else known[like]
 
     def require_equal_digests(self) -> None:
-        """Raise `RanksError` on every rank if a rank has loaded other bytes than rank 0."""
+        """Require that all ranks have equal digests of the same bytes; raise `RanksError` on every rank otherwise.
+
+        A rank is compared with rank 0.
+        """
         if not self._checked_ranks or self._world.size == 1:
             return
         digests_of_rank = [

@@ -1,4 +1,4 @@
-"""Plans as JSON: written, read back, and reduced to a digest that ranks compare.
+"""Plans as JSON: written, read back with verification, and reduced to a digest that ranks compare.
 
 A plan that is read back is verified like a new plan, because the file may be damaged or tampered with.
 """
@@ -44,9 +44,9 @@ PLAN_JSON_FORMAT = "hocket-plan-3"
 
 @validate_arguments(PlanError, plan=instance_of(Plan))
 def plan_to_json(plan: Plan) -> str:
-    """Return a plan as one JSON object, which `plan_from_json` reads.
+    """Return a plan as the text of one JSON object, which `plan_from_json` reads.
 
-    Devices with equal programs share one program in it.
+    Devices with equal programs share one program in the JSON.
     """
     document = _executed_to_data(plan)
     document["reasons"] = list(plan.reasons)
@@ -71,7 +71,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def compute_plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 of the canonical JSON of everything that runs.
+    """Compute the digest of a plan: the SHA-256 of the JSON of all parts that devices execute.
 
     Reasons, predictions and memory sizes are excluded.
     """
@@ -81,7 +81,7 @@ def compute_plan_digest(plan: Plan) -> str:
 
 @validate_arguments(PlanError, text=TEXT)
 def plan_from_json(text: str) -> Plan:
-    """Build the plan that `plan_to_json` wrote, for the same kinds of devices, and verify it.
+    """Build a plan from the JSON text of `plan_to_json`, for the same kinds of devices, and verify it.
 
     Raises `PlanError` for any other text, and `BackendError` if a device is missing.
     """
@@ -109,7 +109,7 @@ def _format_one_line(why: Exception) -> str:
 
 
 def _executed_to_data(plan: Plan) -> dict[str, Any]:
-    """Return everything that runs, as plain data.
+    """Convert the executable parts of a plan to plain data: graphs, programs, devices and layouts.
 
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
@@ -144,7 +144,7 @@ def _executed_to_data(plan: Plan) -> dict[str, Any]:
 
 
 def _plan_from_document(document: dict[str, Any]) -> Plan:
-    """Build a plan from its JSON document without verifying it."""
+    """Build a plan from its JSON document; the plan is not yet verified."""
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
     programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
@@ -174,7 +174,12 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
 
 
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
-    """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
+    """Find the backend and the device of a JSON entry.
+
+    Args:
+        entry: The entry of the device.
+        machines: The data sheets of simulated device kinds that are not built in, by kind.
+    """
     kind, index = require_text(entry["kind"]), require_count(entry["index"])
     if entry["backend"] == SIMULATED_BACKEND_NAME:
         absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
@@ -205,7 +210,7 @@ def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
 
 
 def _figures_from_data(value: Any) -> Any:
-    """Return one number, or one number for each op."""
+    """Read a field of `Hardware` from plain data: one number, or one number for each op."""
     return (
         {op: _require_nonnegative(speed) for op, speed in value.items()}
         if isinstance(value, dict)
@@ -214,7 +219,7 @@ def _figures_from_data(value: Any) -> Any:
 
 
 def _require_nonnegative(value: Any) -> float:
-    """Return a finite number from zero on: a time, a share, or a speed."""
+    """Require that `value` is a finite number of at least 0, and return it: a time, a share, or a speed."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no finite number from zero on")
     return float(value)
@@ -224,7 +229,7 @@ def _require_nonnegative(value: Any) -> float:
 
 
 def _verify_plan_form(plan: Plan) -> None:
-    """Raise `PlanError` or `GraphError` unless the plan has the form that its verifier presupposes."""
+    """Verify that a plan has the form that the plan verifier presupposes; raise `PlanError` or `GraphError` if not."""
     verify(plan.graph)
     _require_condition(bool(plan.lanes), "it has no devices")
     _require_condition(
@@ -258,7 +263,7 @@ def _require_condition(condition: bool, why: str) -> None:
 
 
 def _verify_stored_buffers(device_plan: Lane) -> None:
-    """Require that this machine's backend stores leaves as the buffers state."""
+    """Verify the stored specs of buffers: the backend of this machine stores each leaf in the same way."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
             stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)
@@ -267,7 +272,7 @@ def _verify_stored_buffers(device_plan: Lane) -> None:
 
 
 def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
-    """Require that the devices have the shapes that the layout states."""
+    """Verify that the device graphs have the local shapes of a leaf that its layout states."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
     _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
     for number, device_plan in enumerate(plan.lanes):
@@ -279,15 +284,22 @@ def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
             )
 
 
-def _verify_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
-    """Require that a layout names existing axes, entries and devices."""
+def _verify_layout(subject: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+    """Verify that a layout names only existing axes, entries and devices.
+
+    Args:
+        subject: The name of the value in messages.
+        shape: The shape of the whole value.
+        layout: The layout.
+        devices: The number of devices.
+    """
     if isinstance(layout, Shard):
         _require_condition(
-            layout.axis < len(shape) and len(layout.index_ranges) == devices, f"{what} is cut where it has no axis"
+            layout.axis < len(shape) and len(layout.index_ranges) == devices, f"{subject} is cut where it has no axis"
         )
         ends = [offset + n for runs in layout.index_ranges for offset, n in runs]
-        _require_condition(max(ends, default=0) <= shape[layout.axis], f"{what} is cut outside its axis")
+        _require_condition(max(ends, default=0) <= shape[layout.axis], f"{subject} is cut outside its axis")
     if isinstance(layout, Local):
         _require_condition(
-            bool(layout.devices) and max(layout.devices) < devices, f"{what} lies on a device there is not"
+            bool(layout.devices) and max(layout.devices) < devices, f"{subject} lies on a device there is not"
         )

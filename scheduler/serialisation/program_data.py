@@ -1,4 +1,4 @@
-"""Programs and layouts as plain data, and back; reading checks the type of each part."""
+"""Conversion of programs and layouts to plain data and back; reading checks the type of each part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard
 
 
 def layout_to_data(layout: Layout) -> object:
-    """Return a layout as plain data."""
+    """Convert a layout to plain data, which `layout_from_data` reads."""
     match layout:
         case Shard(axis, runs):
             return {"axis": axis, "runs": runs}
@@ -26,7 +26,10 @@ def layout_to_data(layout: Layout) -> object:
 
 
 def program_to_data(program: Program) -> dict[str, Any]:
-    """Return a program as plain data; the attributes of an instruction are stored only with its graph node."""
+    """Convert a program to plain data, which `program_from_data` reads.
+
+    The attributes of an instruction are not stored, because its graph node has them.
+    """
     return {
         "buffers": [
             [b.kind, b.name, b.nbytes, _spec_to_data(b.declared_spec), _spec_to_data(b.stored_spec)]
@@ -61,7 +64,7 @@ def _tensor_to_data(tensor: Tensor | None) -> object:
 
 
 def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
-    """Build a program from plain data and its graph."""
+    """Build a program from plain data and the graph of its device."""
 
     def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
         return MappingProxyType({name: _tensor_from_data(value) for name, value in items.items()})
@@ -87,7 +90,10 @@ def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
 def _instruction_from_data(
     graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any
 ) -> Instruction:
-    """Build an instruction; its attributes come from its graph node, or from the op's defaults without a node."""
+    """Build an instruction from plain data, with the attributes of its graph node.
+
+    An instruction without a node has the default attributes of its op.
+    """
     operands, results = tuple(map(_optional_tensor_from_data, src)), tuple(map(_tensor_from_data, dst))
     if type(index) is not int or not -1 <= index < len(graph.nodes):
         raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")
@@ -117,7 +123,7 @@ def _spec_from_data(value: Any) -> Spec | None:
 
 
 def layout_from_data(value: Any) -> Layout:
-    """Build a layout from plain data. Raises `ValueError` for other data."""
+    """Build a layout from plain data. Raises `ValueError` for any other data."""
     match value:
         case "R":
             return REPLICATE
@@ -143,14 +149,14 @@ def _counts_from_data(values: Any) -> tuple[int, ...]:
 
 
 def require_count(value: Any) -> int:
-    """Return `value` if it is an integer from zero on. Raises `ValueError` for any other value."""
+    """Require that `value` is an integer of at least 0, and return it. Raises `ValueError` for any other value."""
     if type(value) is not int or value < 0:  # False equals 0 in Python
         raise ValueError(f"{value!r:.60} is no count")
     return value
 
 
 def require_text(value: Any) -> str:
-    """Return `value` if it is a text. Raises `TypeError` for any other value."""
+    """Require that `value` is a text, and return it. Raises `TypeError` for any other value."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
     return value

@@ -162,7 +162,7 @@ def _initialise(triple: str) -> None:
 # ------------------------------------------------------------------------------------------------- stored code
 
 
-PRECOMPILED_FOLDER = Path(__file__).parent / "compiled"
+PRECOMPILED_FOLDER = Path(__file__).parents[1] / "compiled"
 """Folder of kernels that came with the package or were compiled at installation, with one folder for each target."""
 
 
