@@ -17,7 +17,7 @@ from pathlib import Path
 from ..backends import find_device
 from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
-from ..graph.storage.files import check_writable, write_text
+from ..graph.storage.files import require_writable, write_text
 from ..ops import REGISTRY
 from .cases.inputs import NoReference
 from .cases.model_cases import join_model_case_texts
@@ -148,7 +148,7 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     suite.read_expected_failures()
     for path in (args.junit, args.markdown, args.html, args.json):
         if path not in (None, Path("-")):
-            check_writable(path)
+            require_writable(path)
     start = time.perf_counter()
     progress = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
     selected = list(progress(suite.generate_cases(), desc="choose cases"))

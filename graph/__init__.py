@@ -13,14 +13,14 @@ from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph
 from .graph import format_graph as format_graph
-from .graph_rules import list_problems as list_problems
+from .graph_rules import list_rule_violations as list_rule_violations
 from .graph_rules import verify as verify
 from .node import Node as Node
 from .node import Value as Value
 from .node import constant as constant
-from .node import constant_array as constant_array
 from .node import input as input
 from .node import state as state
+from .node import view_constant_array as view_constant_array
 from .node import weight as weight
 from .parse import parse as parse
 from .parse import parse_case as parse_case

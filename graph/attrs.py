@@ -25,7 +25,7 @@ _WITH_FLOATS = frozenset({float, tuple})
 """Types of attributes that may contain floats, which compare equal although they differ, such as 0.0 and -0.0."""
 
 
-def attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:
+def make_attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:
     """Return a hashable key of attributes; keys are equal only for identical attributes.
 
     The key distinguishes 0.0 from -0.0, and NaN equals NaN.

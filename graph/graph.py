@@ -158,7 +158,7 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
     return tuple(order)
 
 
-def order_with_state_updates(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
+def order_updates_after_operands(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
     """Return all nodes, operands before users, with the nodes for state updates directly after their last operand.
 
     Args:

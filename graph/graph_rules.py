@@ -123,7 +123,7 @@ GRAPH_RULES: tuple[GraphRule, ...] = (
 REFERENCES = (sources_come_first, references_exist)
 
 
-def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
+def list_rule_violations(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
     """Return an error message for each violation of a rule by `graph`, in the order of `rules`."""
     messages: list[str] = []
     for rule in rules:
@@ -136,5 +136,5 @@ def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> lis
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> None:
     """Verify that `graph` follows all rules; raise `GraphError` with the first violation and the count of others."""
-    if messages := list_problems(graph, rules):
+    if messages := list_rule_violations(graph, rules):
         raise GraphError(messages[0] + (f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""))

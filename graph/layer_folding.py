@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from .attrs import attribute_key
+from .attrs import make_attribute_key
 from .graph import Graph, topological_order
 from .node import Node, Value
 
@@ -62,17 +62,17 @@ Item = NodeBlock | RepeatedGroup
 
 def fold_layers(graph: Graph) -> tuple[Item, ...]:
     """Fold the repeated layers of `graph`: return its computed nodes as blocks and groups, operands before users."""
-    nodes = _order_for_folding(graph)
+    nodes = _order_computed_nodes_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     long_lived = _find_long_lived_values(nodes, spans)
-    sections = _split_at_single_values(nodes, spans, long_lived)
+    sections = _split_where_one_value_crosses(nodes, spans, long_lived)
     if not sections:
         return ()
     structures = _StructuralKeys(graph, sections, long_lived)
     crossing = _count_crossing_values(len(nodes), spans)
     starts = itertools.accumulate((len(p) for p in sections), initial=0)
     numbered = [_Section(p, s, start) for p, s, start in zip(sections, structures.keys, starts, strict=False)]
-    return tuple(_group_repetitions(numbered, crossing))
+    return tuple(_group_repeated_sections(numbered, crossing))
 
 
 def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
@@ -91,11 +91,11 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     A layer is the shortest sequence of sections with repeated ops. The sections between two layers are a layer too.
     Sections of one node do not count, because the last layer of a model may select rows in its middle.
     """
-    nodes = _order_for_folding(graph)
+    nodes = _order_computed_nodes_for_folding(graph)
     spans = find_live_spans(graph, nodes)
     sections = [
         section
-        for section in _split_at_single_values(nodes, spans, _find_long_lived_values(nodes, spans))
+        for section in _split_where_one_value_crosses(nodes, spans, _find_long_lived_values(nodes, spans))
         if len(section) > 1
     ]
     position = {node: at for at, node in enumerate(nodes)}
@@ -111,7 +111,7 @@ def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequ
     A single section that occurs only twice is not a layer, because a decoder layer may have two attentions.
     """
     unrepeated: list[Sequence[Node]] = []
-    for start, length, count in find_repetitions([tuple(n.op for n in section) for section in sections]):
+    for start, length, count in find_adjacent_repetitions([tuple(n.op for n in section) for section in sections]):
         if length * count < 3:
             unrepeated += sections[start : start + length * count]
             continue
@@ -122,7 +122,7 @@ def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequ
     yield from [unrepeated] if unrepeated else []
 
 
-def find_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
+def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
     """Divide `items` into adjacent repetitions: yield triples (start, length, count) that cover all items.
 
     A triple means that the `length` items from `start` on occur `count` times in a row. The count is 1 without a
@@ -152,27 +152,30 @@ class _Section:
     start: int
 
 
-def _order_for_folding(graph: Graph) -> list[Node]:
+def _order_computed_nodes_for_folding(graph: Graph) -> list[Node]:
     """Order the computed nodes for layer folding, operands before users.
 
     Nodes for long-lived values come first. A node that only a state update needs follows its last operand.
     """
-    nodes = _place_operands_first(graph, frozenset())
+    nodes = _order_operands_before_users(graph, frozenset())
     early = frozenset(topological_order(_find_long_lived_values(nodes, find_live_spans(graph, nodes))))
-    return [*(n for n in nodes if n in early), *(n for n in _place_operands_first(graph, early) if n not in early)]
+    return [
+        *(n for n in nodes if n in early),
+        *(n for n in _order_operands_before_users(graph, early) if n not in early),
+    ]
 
 
-def _place_operands_first(graph: Graph, early: Set[Node]) -> list[Node]:
+def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
     """Order the computed nodes, operands before users, as if the results of the nodes `early` existed at the start."""
     position: dict[Node, tuple[int, int]] = {}
-    for at, node in enumerate(_deepest_first(graph, early)):
+    for at, node in enumerate(_iterate_deepest_operand_first(graph, early)):
         position[node] = (at, -1)
     for at, node in enumerate(n for n in graph.nodes if n not in position):
         position[node] = (max((position[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
     return sorted((n for n in graph.nodes if not n.is_leaf), key=position.__getitem__)
 
 
-def _deepest_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
+def _iterate_deepest_operand_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
     """Yield the nodes that the outputs need, operands before users; the operand with the deepest subgraph comes first.
 
     Therefore a whole encoder comes before its decoder. The nodes `early` have depth 0: the first layer of a decoder
@@ -229,7 +232,7 @@ def _find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Va
     return frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
 
 
-def _split_at_single_values(nodes: Sequence[Node], spans: Spans, long_lived: Set[Value]) -> list[Sequence[Node]]:
+def _split_where_one_value_crosses(nodes: Sequence[Node], spans: Spans, long_lived: Set[Value]) -> list[Sequence[Node]]:
     """Split the nodes into sections wherever at most one value crosses; values in `long_lived` do not count."""
     crossing = _count_crossing_values(len(nodes), {v: span for v, span in spans.items() if v not in long_lived})
     splits = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
@@ -254,9 +257,9 @@ class _StructuralKeys:
                 if source.node.is_leaf:
                     readers[source.node].add(at)
         self.own_leaves = {leaf for leaf, sections_of in readers.items() if len(sections_of) == 1}
-        self.keys = [self._key(at, nodes) for at, nodes in enumerate(sections)]
+        self.keys = [self._build_section_key(at, nodes) for at, nodes in enumerate(sections)]
 
-    def _key(self, at: int, nodes: Sequence[Node]) -> object:
+    def _build_section_key(self, at: int, nodes: Sequence[Node]) -> object:
         """Build the structural key of section number `at` with these nodes."""
         leaves: dict[Node, int] = {}
 
@@ -271,26 +274,32 @@ class _StructuralKeys:
             return value if node.is_leaf or value in self.long_lived else ("before", value.spec)
 
         return tuple(
-            (n.op, tuple(map(ref, n.src)), attribute_key(n.attrs), n.specs, tuple(map(self.outputs.get, n.results)))
+            (
+                n.op,
+                tuple(map(ref, n.src)),
+                make_attribute_key(n.attrs),
+                n.specs,
+                tuple(map(self.outputs.get, n.results)),
+            )
             for n in nodes
         )
 
 
-def _group_repetitions(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[Item]:
+def _group_repeated_sections(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[Item]:
     """Yield adjacent sections of equal structure as groups, and the sections between them as blocks."""
     unrepeated: list[_Section] = []
-    for start, length, count in find_repetitions([p.structure for p in sections]):
+    for start, length, count in find_adjacent_repetitions([p.structure for p in sections]):
         if count == 1:
             unrepeated.append(sections[start])
             continue
-        yield from _merge_into_blocks(unrepeated, crossing)
+        yield from _merge_sections_into_blocks(unrepeated, crossing)
         unrepeated = []
         repetitions = (sections[start + length * i : start + length * (i + 1)] for i in range(count))
-        yield RepeatedGroup(tuple(tuple(_group_repetitions(repetition, crossing)) for repetition in repetitions))
-    yield from _merge_into_blocks(unrepeated, crossing)
+        yield RepeatedGroup(tuple(tuple(_group_repeated_sections(repetition, crossing)) for repetition in repetitions))
+    yield from _merge_sections_into_blocks(unrepeated, crossing)
 
 
-def _merge_into_blocks(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[NodeBlock]:
+def _merge_sections_into_blocks(sections: Sequence[_Section], crossing: Sequence[int]) -> Iterator[NodeBlock]:
     """Merge adjacent sections into blocks of at most `MAX_BLOCK_NODES` nodes, split where the fewest values cross."""
     nodes = [n for p in sections for n in p.nodes]
     first = sections[0].start if sections else 0

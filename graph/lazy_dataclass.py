@@ -37,7 +37,7 @@ else:
             if frozen and not extends:
                 bare.__setattr__, bare.__delattr__ = _build_frozen_setters(bare)
             if frozen and slots:
-                bare.__getstate__, bare.__setstate__ = _get_state, _set_state
+                bare.__getstate__, bare.__setstate__ = _list_field_values, _set_state
             return bare
 
         return decorate if cls is None else decorate(cls)
@@ -100,7 +100,7 @@ def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], Non
     return set_, delete
 
 
-def _get_state(self: Any) -> list[Any]:
+def _list_field_values(self: Any) -> list[Any]:
     """Return the values of all fields of a frozen instance with slots, as its ``__getstate__`` for pickle."""
     return [getattr(self, field.name) for field in dataclasses.fields(self)]
 

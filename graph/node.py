@@ -65,7 +65,7 @@ class Node:
         ):
             for part, kind in NODE_ARGUMENT_KINDS.items():
                 require(GraphError, "Node", part, getattr(self, part), kind)
-        _set_results(self, tuple([_new_result(self, i) for i in range(len(self.specs))]))
+        _set_results(self, tuple([_make_result_unchecked(self, i) for i in range(len(self.specs))]))
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -163,43 +163,43 @@ class Value:
     __array_ufunc__ = None  # so that ``array + value`` calls `__radd__`, which raises a message
 
     def __add__(self, other: Value | float) -> Value:
-        return _load_operators().apply_operator("+", self, other)
+        return _import_operator_functions().apply_operator("+", self, other)
 
     def __radd__(self, other: float) -> Value:
-        return _load_operators().apply_operator("+", other, self)
+        return _import_operator_functions().apply_operator("+", other, self)
 
     def __sub__(self, other: Value | float) -> Value:
-        return _load_operators().apply_operator("-", self, other)
+        return _import_operator_functions().apply_operator("-", self, other)
 
     def __rsub__(self, other: float) -> Value:
-        return _load_operators().apply_operator("-", other, self)
+        return _import_operator_functions().apply_operator("-", other, self)
 
     def __mul__(self, other: Value | float) -> Value:
-        return _load_operators().apply_operator("*", self, other)
+        return _import_operator_functions().apply_operator("*", self, other)
 
     def __rmul__(self, other: float) -> Value:
-        return _load_operators().apply_operator("*", other, self)
+        return _import_operator_functions().apply_operator("*", other, self)
 
     def __truediv__(self, other: Value | float) -> Value:
-        return _load_operators().apply_operator("/", self, other)
+        return _import_operator_functions().apply_operator("/", self, other)
 
     def __rtruediv__(self, other: float) -> Value:
-        return _load_operators().apply_operator("/", other, self)
+        return _import_operator_functions().apply_operator("/", other, self)
 
     def __pow__(self, exponent: float) -> Value:
-        return _load_operators().build_power(self, exponent)
+        return _import_operator_functions().build_power(self, exponent)
 
     def __matmul__(self, other: Value) -> Value:
-        return _load_operators().build_matmul(self, other)
+        return _import_operator_functions().build_matmul(self, other)
 
     def __rmatmul__(self, other: object) -> Value:
-        return _load_operators().build_matmul(other, self)
+        return _import_operator_functions().build_matmul(other, self)
 
     def __neg__(self) -> Value:
-        return _load_operators().apply_operator("*", self, -1.0)
+        return _import_operator_functions().apply_operator("*", self, -1.0)
 
     def __getitem__(self, index: Index) -> Value:
-        return _load_operators().apply_index(self, index)
+        return _import_operator_functions().apply_index(self, index)
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)
@@ -208,7 +208,7 @@ class Value:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
         if self.dtype.is_quantised:
             raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
-        return _load_operators().build_transpose(self)
+        return _import_operator_functions().build_transpose(self)
 
     # Methods that need numbers raise `GraphError`, because a graph has no numbers before it runs.
 
@@ -247,14 +247,14 @@ class Value:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
                 raise AttributeError(name)
-            raise AttributeError(_load_operators().describe_missing_attribute(self, name))
+            raise AttributeError(_import_operator_functions().describe_missing_attribute(self, name))
 
 
 _set_node, _set_index = (vars(Value)[name].__set__ for name in ("node", "index"))
 _set_results = vars(Node)["results"].__set__
 
 
-def _new_result(node: Node, index: int) -> Value:
+def _make_result_unchecked(node: Node, index: int) -> Value:
     """Make result number `index` of a new node without any checks, because passes create millions of values."""
     value: Value = object.__new__(Value)
     _set_node(value, node)
@@ -274,7 +274,7 @@ NODE_ARGUMENT_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
 )
 
 
-def _load_operators() -> ModuleType:
+def _import_operator_functions() -> ModuleType:
     """Import the module with the operator functions at its first use, because graphs may not import ops."""
     from ..ops import operators
 
@@ -361,7 +361,7 @@ def constant(name: str, data: npt.ArrayLike) -> Value:
     return _leaf("constant", name, spec, MappingProxyType({"data": array.astype(spec.dtype.storage).tobytes()}))
 
 
-def constant_array(node: Node) -> npt.NDArray[np.generic]:
+def view_constant_array(node: Node) -> npt.NDArray[np.generic]:
     """Return a read-only NumPy view of the array in a constant node."""
     data = node.attrs["data"]
     assert isinstance(data, bytes), "verify() ran before"

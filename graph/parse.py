@@ -74,13 +74,13 @@ class _LineCursor:
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
-        name = self.unquote(text)
+        name = self.remove_quotes(text)
         if name in taken_names:
             raise self.error(f"{text} is given twice")
         self.at += 1
         return name
 
-    def unquote(self, text: str) -> str:
+    def remove_quotes(self, text: str) -> str:
         """Remove the quotes of `text`, a JSON string in the current token; errors name this token."""
         try:
             return str(json.loads(text)) if text.startswith('"') else text
@@ -123,7 +123,7 @@ def _parse_attribute(cursor: _LineCursor, depth: int = 0) -> Attr:
             return cursor.expect_integer()
         value = float(np.float32(text[:-1])) if text.endswith("f") else float(text)
     elif kind == "str":
-        value = cursor.unquote(text)
+        value = cursor.remove_quotes(text)
     elif kind == "hex" and len(text) % 2:
         value = bytes.fromhex(text[2:-1])
     elif kind == "word" and text in _WORDS:
@@ -165,7 +165,7 @@ class _GraphParser:
             raise cursor.error(f"expected a value, got {text!r}")
         number = _INDEX.search(text)
         reference = text[: number.start()] if number else text
-        node = self.nodes.get(cursor.unquote(reference[1:]))
+        node = self.nodes.get(cursor.remove_quotes(reference[1:]))
         if node is None:
             raise cursor.error(f"{reference} is used before it is defined")
         index = number[0][1:] if number else "0"
@@ -204,7 +204,7 @@ class _GraphParser:
         kind, text = cursor.peek()
         if kind != "ref" or _INDEX.search(text):
             raise cursor.error(f"expected %name, return or update, got {text!r}")
-        name = cursor.unquote(text[1:])
+        name = cursor.remove_quotes(text[1:])
         if name in self.nodes:
             raise cursor.error(f"{text} is defined twice")
         cursor.at += 1

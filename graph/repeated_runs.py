@@ -22,8 +22,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .attrs import attribute_key
-from .graph import Graph, assign_names, order_with_state_updates
+from .attrs import make_attribute_key
+from .graph import Graph, assign_names, order_updates_after_operands
 from .lazy_dataclass import dataclass
 from .node import Node
 
@@ -75,7 +75,7 @@ class RepeatedRuns:
         """
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
-    def position_if_carried(self, node_number: int, reader_repetition: int) -> int | None:
+    def find_carried_position(self, node_number: int, reader_repetition: int) -> int | None:
         """Find the position of a carried value, which a node has as an operand of repetition `reader_repetition`.
 
         The result is None if the node is not one of the carried values of the previous repetition.
@@ -87,16 +87,21 @@ class RepeatedRuns:
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     """Find repeated runs of nodes: the adjacent repetitions with the most nodes. Returns None for fewer than three."""
     kinds: dict[object, int] = {}
-    nodes = order_with_state_updates(graph)
-    keys = [kinds.setdefault((n.op, attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
-    length, first, last = _find_longest_match(np.array(keys))
+    nodes = order_updates_after_operands(graph)
+    keys = [kinds.setdefault((n.op, make_attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
+    length, first, last = _find_longest_periodic_range(np.array(keys))
     if not length:
         return None
     position = {node: at for at, node in enumerate(nodes)}
     reads = [[None if s is None else (position[s.node], s.index) for s in node.src] for node in nodes]
     first, last = _find_largest_consistent_range(reads, length, first, last)
-    spans = [(j, i) for i in range(first, last) for j, repeated in _pair_operands(reads, i, length) if repeated != j]
-    first = _find_narrowest_start(spans, length, first, last)
+    spans = [
+        (j, i)
+        for i in range(first, last)
+        for j, repeated in _pair_operands_one_period_apart(reads, i, length)
+        if repeated != j
+    ]
+    first = _find_narrowest_repetition_start(spans, length, first, last)
     count = (last + length - first) // length
     if count < 3:
         return None
@@ -109,14 +114,16 @@ def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     carried = frozenset(crossing.union(j - found.first_node_of(count - 1) for j in last_read))
     found = RepeatedRuns(first, length, count, carried)
     candidates = (found, found.drop_first())  # the first repetition may read a leaf
-    return next((runs for runs in candidates if runs.count > 1 and _is_sound(graph, runs, position, reads)), None)
+    return next(
+        (runs for runs in candidates if runs.count > 1 and _is_valid_repetition(graph, runs, position, reads)), None
+    )
 
 
 def _list_present_operands(line: Sequence[tuple[int, int] | None]) -> list[int]:
     return [source[0] for source in line if source is not None]
 
 
-def _find_longest_match(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
+def _find_longest_periodic_range(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
     """Find the longest periodic range, in which each node has the same key as the node `length` positions later.
 
     Returns:
@@ -132,7 +139,9 @@ def _find_longest_match(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
     return found
 
 
-def _pair_operands(reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int) -> Iterator[tuple[int, int]]:
+def _pair_operands_one_period_apart(
+    reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int
+) -> Iterator[tuple[int, int]]:
     """Pair each operand of node `i` with the same operand one period later, and yield the numbers of both nodes.
 
     Args:
@@ -157,11 +166,16 @@ def _find_largest_consistent_range(
     ends = [first - 1, *(i for i in range(first, last) if not is_consistent(i)), last]
     at = max(range(len(ends) - 1), key=lambda e: ends[e + 1] - ends[e])
     first, last = ends[at] + 1, ends[at + 1]
-    shared = (j for i in range(first, last) for j, repeated in _pair_operands(reads, i, length) if j == repeated)
+    shared = (
+        j
+        for i in range(first, last)
+        for j, repeated in _pair_operands_one_period_apart(reads, i, length)
+        if j == repeated
+    )
     return max([first, *(j + 1 for j in shared)]), last
 
 
-def _find_narrowest_start(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
+def _find_narrowest_repetition_start(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
     """Find the start of the first repetition at which the fewest values cross from one repetition to the next."""
     crossing = np.zeros(length + 1, np.int64)
     copies: dict[int, int] = {}
@@ -175,7 +189,7 @@ def _find_narrowest_start(spans: Sequence[tuple[int, int]], length: int, first: 
     return first + int(np.argmin(np.cumsum(crossing[:-1])))
 
 
-def _is_sound(
+def _is_valid_repetition(
     graph: Graph, found: RepeatedRuns, position: dict[Node, int], reads: Sequence[Sequence[tuple[int, int] | None]]
 ) -> bool:
     """Return whether the repetitions are valid: operands, leaves and state updates obey the rules of `RepeatedRuns`."""
@@ -185,11 +199,11 @@ def _is_sound(
         return False
     for i in range(found.start, len(nodes)):
         for j in _list_present_operands(reads[i]):
-            if at(j) not in (at(i), PREAMBLE) and found.position_if_carried(j, at(i)) is None:
+            if at(j) not in (at(i), PREAMBLE) and found.find_carried_position(j, at(i)) is None:
                 return False
             if at(j) != at(i) and at(j) != PREAMBLE and nodes[j].is_leaf:
                 return False
-            if at(i) > 0 and at(j) == PREAMBLE and found.position_if_carried(j, 0) is not None:
+            if at(i) > 0 and at(j) == PREAMBLE and found.find_carried_position(j, 0) is not None:
                 return False  # ambiguous: the first repetition reads the same node as a carried value
     changed: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for old, new in graph.updates.items():
@@ -229,36 +243,36 @@ class ShortenedGraph:
         )
 
     @property
-    def repetitions_with_kind(self) -> Iterator[tuple[int, int]]:
+    def deep_and_short_repetitions(self) -> Iterator[tuple[int, int]]:
         """All pairs of a deep repetition and its short repetition, in order, from the preamble to the end."""
         yield PREAMBLE, PREAMBLE
         yield from ((repetition, repetition % self.short_count) for repetition in range(self.deep_repetitions.count))
         yield self.deep_repetitions.count, self.short_count
 
-    def kind_of_name(self, name: str) -> int:
+    def short_repetition_of_name(self, name: str) -> int:
         """Return the short repetition of the node name `name` in the short graph."""
         return self.short_repetitions.repetition_of(split_numbered_name(name)[0])
 
-    def kind_by_node(self, graph: Graph) -> Mapping[Node, int]:
+    def short_repetition_by_node(self, graph: Graph) -> Mapping[Node, int]:
         """Return the short repetition of each node in the graph of a device."""
-        if graph not in self._kinds_of:
-            self._kinds_of[graph] = DeviceRepetitions(self).kind_by_node(graph)
-        return self._kinds_of[graph]
+        if graph not in self._repetitions_by_graph:
+            self._repetitions_by_graph[graph] = DeviceRepetitions(self).short_repetition_by_node(graph)
+        return self._repetitions_by_graph[graph]
 
     @cached_property
-    def _kinds_of(self) -> dict[Graph, Mapping[Node, int]]:
+    def _repetitions_by_graph(self) -> dict[Graph, Mapping[Node, int]]:
         """The results of `short_repetition_by_node` by graph, a cache for lowering, unrolling and verification."""
         return {}
 
     @cached_property
     def deep_nodes(self) -> tuple[Node, ...]:
         """The nodes of the deep graph by their numbers."""
-        return order_with_state_updates(self.deep_graph)
+        return order_updates_after_operands(self.deep_graph)
 
     @cached_property
     def short_nodes(self) -> tuple[Node, ...]:
         """The nodes of the short graph by their numbers."""
-        return order_with_state_updates(self.short_graph)
+        return order_updates_after_operands(self.short_graph)
 
     @cached_property
     def deep_names(self) -> tuple[str, ...]:
@@ -266,7 +280,7 @@ class ShortenedGraph:
         printed_names = assign_names(self.deep_graph)
         return tuple([printed_names[node] for node in self.deep_nodes])
 
-    def name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
+    def deep_name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
         """Return the name that a short name has in a deep repetition.
 
         Args:
@@ -288,7 +302,7 @@ class DeviceRepetitions:
     shortened: ShortenedGraph
     name_of_node: Callable[[Node], str] = operator.attrgetter("name")
 
-    def kind_by_node(self, graph: Graph) -> dict[Node, int]:
+    def short_repetition_by_node(self, graph: Graph) -> dict[Node, int]:
         """Return the short repetition of each node in the graph of a device.
 
         A name with a suffix belongs to a layout conversion. The conversion of a carried value belongs to the repetition
@@ -301,7 +315,7 @@ class DeviceRepetitions:
             number, ending = split_numbered_name(self.name_of_node(node))
             kind = runs.repetition_of(number)
             later = bool(ending) and first_read.get(node) == kind + 1 and CHUNK_SUFFIX.search(ending) is None
-            if later and runs.position_if_carried(number, kind + 1) is not None:
+            if later and runs.find_carried_position(number, kind + 1) is not None:
                 kind += 1
             kinds[node] = kind
             for source in node.inputs:
@@ -313,7 +327,7 @@ class DeviceRepetitions:
         number, _ = split_numbered_name(self.name_of_node(node))
         return (
             self.shortened.short_repetitions.repetition_of(number) == PREAMBLE
-            and self.shortened.short_repetitions.position_if_carried(number, 0) is None
+            and self.shortened.short_repetitions.find_carried_position(number, 0) is None
         )
 
 
@@ -326,7 +340,7 @@ def split_numbered_name(name: str) -> tuple[int, str]:
 def shorten_graph(graph: Graph, repeats: RepeatedRuns, count: int) -> ShortenedGraph | None:
     """Shorten a graph to its first `count` repetitions; return None if the short graph has another node order."""
     first, end = repeats.first_node_of(count), repeats.first_node_of(repeats.count)
-    nodes, copies = order_with_state_updates(graph), dict[Node, Node]()
+    nodes, copies = order_updates_after_operands(graph), dict[Node, Node]()
     stands_for: dict[Node, Node] = {}  # nodes at the end read the last repetition that stays
     for number, node in enumerate((*nodes[:first], *nodes[end:])):
         sources = [None if s is None else (stands_for.get(s.node) or copies[s.node], s.index) for s in node.src]

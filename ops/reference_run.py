@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..graph.array_checks import as_array_for_spec, as_number_array
 from ..graph.errors import GraphError
 from ..graph.graph import Graph
-from ..graph.node import Node, Value, constant_array
+from ..graph.node import Node, Value, view_constant_array
 from ..graph.validation import instance_of, validate_arguments
 from .declaration.op import Array
 from .registry import op_of
@@ -55,7 +55,7 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
 def _bind_leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
     """Return the array of a leaf: its constant, its binding, or zeros for a missing state."""
     if node.op == "constant":
-        return as_reference_array(constant_array(node))
+        return as_reference_array(view_constant_array(node))
     spec = node.specs[0]
     if node.name not in bindings:
         if node.op == "state":

@@ -19,11 +19,11 @@ from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
 from ..graph.storage.disk_cache import make_cache_path, read_cached, write_cached
 from ..ops.registry import BUILTIN_OPS
-from .costs.calibration_file import choose_hardware
+from .costs.calibration_file import choose_calibrated_or_built_in_hardware
 from .costs.hardware import Hardware
 from .ir.execution_plan import HostOffload, PinnedNodes, Plan
 from .lowering.device_plan import Devices, Lane, find_first_devices_with_same_program
-from .planning.decompose import decompose_unsupported
+from .planning.decompose import decompose_unsupported_ops
 from .serialisation.program_data import layout_from_data, layout_to_data, program_from_data, program_to_data
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def plan_with_cache(
         host: The device that takes the weights and states that exceed the memory of the group.
         use: The workload for which split mode ``auto`` optimises.
     """
-    hardware = choose_hardware(graph, group) if hardware is None else hardware
-    graph = decompose_unsupported(graph, group)
+    hardware = choose_calibrated_or_built_in_hardware(graph, group) if hardware is None else hardware
+    graph = decompose_unsupported_ops(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
     options = (
         split_mode,
@@ -92,13 +92,13 @@ def plan_with_cache(
             asked,
             (
                 *options,
-                None if like is None else _build_layout_key(like),
+                None if like is None else _build_earlier_plan_key(like),
                 None if use is None else _build_workload_key(use),
             ),
         )
     if file is not None and (data := read_cached(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
-            return _name_programs(_deserialise_plan(data, graph, asked), file)
+            return _name_programs_for_binding_cache(_deserialise_plan(data, graph, asked), file)
     from .planning.planner import plan_for_group
 
     plan = plan_for_group(
@@ -115,10 +115,10 @@ def plan_with_cache(
     if file is None:
         return plan
     write_cached(file, _serialise_plan(plan, asked))
-    return _name_programs(plan, file)
+    return _name_programs_for_binding_cache(plan, file)
 
 
-def _name_programs(plan: Plan, file: Path) -> Plan:
+def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan by its cache file, so that the binding cache of a backend finds their bindings."""
     first_equal = find_first_devices_with_same_program(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in first_equal}
@@ -145,7 +145,7 @@ def _is_builtin_backend(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
 
 
-def _build_layout_key(earlier_plan: Plan) -> object:
+def _build_earlier_plan_key(earlier_plan: Plan) -> object:
     """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
     return (
         [*earlier_plan.leaves.items()],
@@ -168,10 +168,10 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
     devices = [
         (type(b).__qualname__, b.describe_settings() if isinstance(b, SupportsPlanCache) else "", d) for b, d in asked
     ]
-    return make_cache_path("plans", _build_graph_key(graph), devices, options, _list_planner_sources())
+    return make_cache_path("plans", _build_graph_key(graph), devices, options, _list_planner_source_files())
 
 
-def _list_planner_sources() -> list[tuple[str, int, int]]:
+def _list_planner_source_files() -> list[tuple[str, int, int]]:
     """List the source files that plans depend on: path, size in bytes and modification time.
 
     Python uses the same data to find out whether a compiled file is current.

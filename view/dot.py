@@ -15,7 +15,7 @@ from ..graph.node import Node
 from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
 from ..scheduler import format_bytes
-from .graph_data import attrs_text
+from .graph_data import format_non_default_attributes
 from .labels import BlockLabels
 
 NODE_SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
@@ -35,7 +35,7 @@ def to_dot(graph: Graph, *, folded: bool = True) -> str:
         folded: Whether only the first repetition of a repeated layer is drawn, in a cluster with the count. A dotted
             edge leads to the next repetition. Otherwise every node is drawn.
     """
-    return "\n".join(["digraph hocket {", *_DotWriter(graph, folded).lines(), "}", ""])
+    return "\n".join(["digraph hocket {", *_DotWriter(graph, folded).format_lines(), "}", ""])
 
 
 class _DotWriter:
@@ -72,14 +72,14 @@ class _DotWriter:
     def _of(self, node: Node) -> Node:
         return self.drawn.get(node, node)
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         yield '  node [shape=box, fontname="Helvetica", fontsize=11];'
         yield '  edge [fontname="Helvetica", fontsize=9];'
-        yield from self._cluster(self.items, "  ")
+        yield from self._format_clusters(self.items, "  ")
         inside = {n for b in iterate_blocks(self.items) for n in b.nodes}
         drawn_nodes = [n for n in self.graph.nodes if self._of(n) is n]
-        yield from (self._node(n, "  ") for n in drawn_nodes if n not in inside)
-        yield from self._edges()
+        yield from (self._format_node(n, "  ") for n in drawn_nodes if n not in inside)
+        yield from self._format_edges()
         for i, (name, value) in enumerate(self.graph.outputs.items()):
             yield f"  out{i} [label={_text(name)}, shape=ellipse];"
             yield f"  n{self.number[self._of(value.node)]} -> out{i};"
@@ -88,26 +88,26 @@ class _DotWriter:
                 ends = f"n{self.number[self._of(new.node)]} -> n{self.number[old.node]}"
                 yield f'  {ends} [style=dashed, label="update", constraint=false];'
 
-    def _cluster(self, items: Sequence[Item], indent: str) -> Iterator[str]:
+    def _format_clusters(self, items: Sequence[Item], indent: str) -> Iterator[str]:
         for item in items:
             if isinstance(item, NodeBlock):
-                yield from (self._node(n, indent) for n in item.nodes)
+                yield from (self._format_node(n, indent) for n in item.nodes)
                 continue
             self.clusters += 1
             yield f"{indent}subgraph cluster_{self.clusters} {{"
             yield f"{indent}  label={_text(f'{self.labels.label_of([item])}  × {len(item.repetitions)}')};"
             yield f'{indent}  fontname="Helvetica";'
-            yield from self._cluster(item.repetitions[0], indent + "  ")
+            yield from self._format_clusters(item.repetitions[0], indent + "  ")
             yield f"{indent}}}"
 
-    def _node(self, node: Node, indent: str) -> str:
-        about = [node.op, self.called[node], *self._about(node)]
+    def _format_node(self, node: Node, indent: str) -> str:
+        about = [node.op, self.called[node], *self._format_attributes_and_cost(node)]
         shape = NODE_SHAPES.get(node.op, "box")
         return f"{indent}n{self.number[node]} [label={_text(chr(10).join(about))}, shape={shape}];"
 
-    def _about(self, node: Node) -> Iterator[str]:
+    def _format_attributes_and_cost(self, node: Node) -> Iterator[str]:
         """Format the attributes of a node, and its cost or its size, as lines of its label."""
-        if attrs := attrs_text(node):
+        if attrs := format_non_default_attributes(node):
             yield attrs if len(attrs) <= MAX_ATTRIBUTE_CHARACTERS else f"{attrs[: MAX_ATTRIBUTE_CHARACTERS - 1]}…"
         declared = REGISTRY.get(node.op)
         if node.is_leaf:
@@ -115,7 +115,7 @@ class _DotWriter:
         elif declared is not None and not declared.is_view:
             yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {format_bytes(declared.count_bytes(node))}"
 
-    def _edges(self) -> Iterator[str]:
+    def _format_edges(self) -> Iterator[str]:
         """Format the edges: one for each operand of a drawn node, and dotted ones between successive repetitions."""
         done: set[tuple[Node, Node]] = set()
         for node in self.graph.nodes:

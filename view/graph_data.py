@@ -33,10 +33,10 @@ class GraphData:
         self.labels = BlockLabels(self.items)
         self.block = {node: at for at, b in enumerate(iterate_blocks(self.items)) for node in b.nodes}
 
-    def value(self, value: Value | None) -> int:
+    def number_of_value(self, value: Value | None) -> int:
         return -1 if value is None else RESULT_FACTOR * self.number[value.node] + value.index
 
-    def document(self) -> dict[str, Any]:
+    def build_page_data(self) -> dict[str, Any]:
         """Build the page data of the graph, as plain data for JSON."""
         ops, specs, attrs = InternTable[str](), InternTable[Spec](), InternTable[str]("")
         nodes = self.graph.nodes
@@ -44,40 +44,45 @@ class GraphData:
             "op": [ops(n.op) for n in nodes],
             "name": [self.names[n] for n in nodes],
             "spec": [list(map(specs, n.specs)) for n in nodes],
-            "src": [list(map(self.value, n.src)) for n in nodes],
-            "attrs": [attrs(attrs_text(n)) for n in nodes],
+            "src": [list(map(self.number_of_value, n.src)) for n in nodes],
+            "attrs": [attrs(format_non_default_attributes(n)) for n in nodes],
             "block": [self.block.get(n, -1) for n in nodes],
         }
         return {
             "nodes": columns,
-            "ops": [op_text(name) for name in ops.items],
-            "specs": list(map(spec_data, specs.items)),
+            "ops": [build_op_documentation(name) for name in ops.items],
+            "specs": list(map(format_spec_and_bytes, specs.items)),
             "attrs": attrs.items,
-            "outputs": [[name, self.value(v)] for name, v in self.graph.outputs.items()],
-            "updates": [[self.value(old), self.value(new)] for old, new in self.graph.updates.items()],
+            "outputs": [[name, self.number_of_value(v)] for name, v in self.graph.outputs.items()],
+            "updates": [
+                [self.number_of_value(old), self.number_of_value(new)] for old, new in self.graph.updates.items()
+            ],
             "labels": self.labels.blocks,
-            "tree": self._tree(self.items),
+            "tree": self._build_block_tree(self.items),
         }
 
-    def _tree(self, items: Sequence[Item]) -> list[Any]:
+    def _build_block_tree(self, items: Sequence[Item]) -> list[Any]:
         """Build the tree of blocks: numbers of blocks, and groups with their label and the items of each repetition."""
         return [
             self.labels.number[id(item)]
             if isinstance(item, NodeBlock)
             else {
                 "label": self.labels.label_of([item]),
-                "each": [{"label": self.labels.label_of(one), "items": self._tree(one)} for one in item.repetitions],
+                "each": [
+                    {"label": self.labels.label_of(one), "items": self._build_block_tree(one)}
+                    for one in item.repetitions
+                ],
             }
             for item in items
         ]
 
 
-def spec_data(spec: Spec) -> tuple[str, int]:
+def format_spec_and_bytes(spec: Spec) -> tuple[str, int]:
     """Format a spec as text, and return it with the bytes of the value."""
     return str(spec), spec.nbytes
 
 
-def attrs_text(node: Node) -> str:
+def format_non_default_attributes(node: Node) -> str:
     """Format the attributes of a node that differ from the defaults of its op."""
     if node.op == "constant":
         return ""
@@ -87,7 +92,7 @@ def attrs_text(node: Node) -> str:
     )
 
 
-def op_text(name: str) -> dict[str, Any]:
+def build_op_documentation(name: str) -> dict[str, Any]:
     """Build the documentation of an op for a page: the text, the operands, and the source of the reference function."""
     if name not in REGISTRY:
         return {"name": name, "leaf": True}

@@ -16,7 +16,7 @@ MAX_LABEL_NAMES = 2
 """The largest number of names in a label."""
 
 
-def name_prefix(name: str) -> str:
+def extract_name_prefix(name: str) -> str:
     """Extract the prefix of a name up to its first number, such as ``blk.0`` of ``blk.0.attn_q.weight``.
 
     Without a number, the prefix ends before the last dot.
@@ -25,10 +25,10 @@ def name_prefix(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] or name
 
 
-def block_label(block: NodeBlock, number: int) -> str:
+def make_block_label(block: NodeBlock, number: int) -> str:
     """Make the label of a block from the names of the weights and states that it reads, or of its nodes."""
     leaves = {s.node.name: None for n in block.nodes for s in n.inputs if s.node.op in ("weight", "state")}
-    heads = Counter(map(name_prefix, leaves))
+    heads = Counter(map(extract_name_prefix, leaves))
     if heads:
         prefix, count = heads.most_common(1)[0]
         return prefix if 2 * count >= len(leaves) else join_labels(list(heads))
@@ -53,7 +53,7 @@ class BlockLabels:
     def __init__(self, items: Sequence[Item]) -> None:
         all_blocks = list(iterate_blocks(items))
         self.number = {id(block): number for number, block in enumerate(all_blocks)}
-        self.blocks = [block_label(block, number) for number, block in enumerate(all_blocks)]
+        self.blocks = [make_block_label(block, number) for number, block in enumerate(all_blocks)]
 
     def label_of(self, items: Sequence[Item]) -> str:
         return join_labels([self.blocks[self.number[id(block)]] for block in iterate_blocks(items)])

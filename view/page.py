@@ -19,7 +19,7 @@ from ..scheduler.reports.plan_diff import diff_plans
 from ..scheduler.runtime.trace import Trace
 from ..scheduler.sharding.factors import Factors
 from .graph_data import GraphData
-from .passes_data import pass_columns, search_decisions
+from .passes_data import build_factor_columns, list_search_reasons_by_node
 from .plan_data import PlanData
 
 SCRIPT_FILES = (
@@ -65,7 +65,7 @@ class Page:
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
     """Build the page that shows a graph, which may be invalid."""
-    return _page(title, [{"graph": GraphData(graph).document()}])
+    return _page(title, [{"graph": GraphData(graph).build_page_data()}])
 
 
 def view_plan(
@@ -95,9 +95,9 @@ def view_plan(
 
 def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, Any]:
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
-    drawn = PlanData(plan, graph, times).document()
-    drawn["decided"] = search_decisions(plan, graph, factors)
-    return {"graph": graph.document(), "plan": drawn, "passes": pass_columns(plan, graph, factors)}
+    drawn = PlanData(plan, graph, times).build_page_data()
+    drawn["decided"] = list_search_reasons_by_node(plan, graph, factors)
+    return {"graph": graph.build_page_data(), "plan": drawn, "passes": build_factor_columns(plan, graph, factors)}
 
 
 def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:
@@ -113,12 +113,14 @@ def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (
         "dagre": read("dagre/dagre.min.js").replace("//# sourceMappingURL=dagre.min.js.map", ""),
         "licence": html.escape(read("dagre/LICENSE")),
         "code": "\n".join(read(f"{name}.js") for name in SCRIPT_FILES),
-        "data": escape_for_script(json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)),
+        "data": escape_json_for_script(
+            json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        ),
     }
     segments = read("page.html").split("<!--:")
     return Page(segments[0] + "".join(parts[p[: p.index("-->")]] + p[p.index("-->") + 3 :] for p in segments[1:]))
 
 
-def escape_for_script(text: str) -> str:
+def escape_json_for_script(text: str) -> str:
     """Escape JSON text for an HTML script element: the result has no ``</script>``, comment or surrogate."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

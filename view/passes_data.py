@@ -18,7 +18,7 @@ from .graph_data import GraphData
 from .intern_table import InternTable
 
 
-def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
+def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
     """Build the columns of sharding factors, by node and axis, for one block of each repeated layer and its leaves.
 
     ``a b`` is a product of two factors, and ``a | b`` has two segments. Each factor has its size, whether it is
@@ -27,17 +27,17 @@ def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, An
     sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
-    for block in _distinct_blocks(graph.items):
+    for block in _iterate_distinct_blocks(graph.items):
         for node in block.nodes:
             for value in (*node.inputs, Value(node)):
                 at = graph.number[value.node]
                 if at not in axes and (value.node.is_leaf or value.node is node):
-                    axes[at] = [_axis(segments, number) for segments in factors.axes_of(value)]
+                    axes[at] = [_format_axis_factors(segments, number) for segments in factors.axes_of(value)]
     known = [[f.size, f in sharded_factors, bool(f.blocked)] for f in number.items]
     return {"axes": axes, "factors": known}
 
 
-def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
+def list_search_reasons_by_node(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
     """List the reasons of the factor search, as numbers of plan reasons, for each node with a sharded value."""
     sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
@@ -54,15 +54,15 @@ def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int
     return {number: reasons for number, reasons in decided.items() if reasons}
 
 
-def _axis(segments: Sequence[Sequence[Factor]], number: InternTable[Factor]) -> str:
+def _format_axis_factors(segments: Sequence[Sequence[Factor]], number: InternTable[Factor]) -> str:
     """Format the factors of an axis as numbers, with blanks within a segment and bars between segments."""
     return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
 
 
-def _distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
+def _iterate_distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
     """Iterate over the distinct blocks: all blocks, but of a repeated group only the first repetition."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item
         else:
-            yield from _distinct_blocks(item.repetitions[0])
+            yield from _iterate_distinct_blocks(item.repetitions[0])

@@ -15,12 +15,12 @@ from ..ops.collectives import find_collective_sequence_number
 from ..scheduler.costs.timeline import COMPUTE, InstructionCost, TimelineEntry
 from ..scheduler.ir.execution_plan import Plan
 from ..scheduler.lowering.device_plan import Lane, find_first_devices_with_same_program
-from ..scheduler.reports.explain import TimelineReasons, format_reason_lines, format_summary
+from ..scheduler.reports.explain import TimelineReasons, format_search_lines, format_summary
 from ..scheduler.reports.measured_steps import MeasuredPlan
 from ..scheduler.reports.pass_dumps import compute_memory_by_step
-from ..scheduler.reports.placement_hints import find_hints
+from ..scheduler.reports.placement_hints import find_placement_hints
 from ..scheduler.reports.value_layouts import format_value_layouts
-from .graph_data import GraphData, spec_data
+from .graph_data import GraphData, format_spec_and_bytes
 from .intern_table import InternTable
 
 
@@ -42,26 +42,26 @@ class PlanData:
         self.kernels = InternTable[tuple[str, str, str]]()
         self.calls = InternTable[tuple[tuple[int, ...], int]](((), 0))
 
-    def document(self) -> dict[str, Any]:
+    def build_page_data(self) -> dict[str, Any]:
         """Build the page data of the plan, as plain data for JSON."""
         plan = self.plan
-        programs = [self._program(p) for p in range(len(self.first))]
-        rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
+        programs = [self._build_instruction_columns(p) for p in range(len(self.first))]
+        rows = [self._build_timeline_row(*row) for row in self._iterate_timeline_rows([p["block"] for p in programs])]
         layouts = format_value_layouts(plan)
-        advice = find_hints(plan, layouts)
-        measured = None if self.times is None else self._measured_data(self.times)
+        advice = find_placement_hints(plan, layouts)
+        measured = None if self.times is None else self._build_measured_data(self.times)
         return {
             "summary": format_summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
-            "decisions": format_reason_lines(plan),
+            "decisions": format_search_lines(plan),
             "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
-            "devices": [self._device(d) for d in range(len(plan.lanes))],
+            "devices": [self._build_device_data(d) for d in range(len(plan.lanes))],
             "programs": programs,
             "rows": rows,
             "layouts": list(map(self.texts, layouts.values())),
             "measured": measured,
             "texts": self.texts.items,
-            "specs": [spec_data(Spec(*parts)) for parts in self.specs.items],
+            "specs": [format_spec_and_bytes(Spec(*parts)) for parts in self.specs.items],
             "kernels": self.kernels.items,
             "calls": self.calls.items,
             "costs": [
@@ -70,7 +70,7 @@ class PlanData:
             ],
         }
 
-    def _device(self, d: int) -> dict[str, Any]:
+    def _build_device_data(self, d: int) -> dict[str, Any]:
         device_plan = self.plan.lanes[d]
         return {
             "name": str(device_plan.device),
@@ -82,7 +82,7 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
+    def _build_measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
         """Build the measured data of a trace: the kernel and the seconds of each instruction, by device.
 
         The column `together` has the number of fused instructions in the kernel.
@@ -105,7 +105,7 @@ class PlanData:
 
     # ------------------------------------------------------------------------------------------------ instructions
 
-    def _program(self, number: int) -> dict[str, Any]:
+    def _build_instruction_columns(self, number: int) -> dict[str, Any]:
         """Build the columns of program `number`, with an entry for each instruction.
 
         The column `own` has the names of instructions that the planner added.
@@ -115,7 +115,7 @@ class PlanData:
         prices = self.plan.prices[device]
         ops, own, origin = InternTable[str](), {}, []
         for at, i in enumerate(program.instructions):
-            node, is_own = self._origin(number, at)
+            node, is_own = self._find_user_node(number, at)
             origin.append(-1 if node is None else self.graph.number[node])
             if is_own:
                 own[at] = i.node
@@ -125,16 +125,16 @@ class PlanData:
             "op": columns,
             "node": origin,
             "own": own,
-            "block": self._blocks(origin),
+            "block": self._assign_instruction_blocks(origin),
             "cost": [self.costs(prices.cost_of(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
-            "calls": self._calls(device_plan),
+            "calls": self._number_kernel_calls(device_plan),
             "last": last,
             "live": live,
             "kept": program.undo_bytes,
         }
 
-    def _calls(self, device_plan: Lane) -> list[int]:
+    def _number_kernel_calls(self, device_plan: Lane) -> list[int]:
         """Number the kernel calls, and return the number of the call of each instruction.
 
         A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend
@@ -149,7 +149,7 @@ class PlanData:
                 together[at] = len(called.instruction_numbers)
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
-    def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
+    def _find_user_node(self, number: int, at: int) -> tuple[Node | None, bool]:
         """Find the user node that an instruction computes or converts, and whether it only converts."""
         device_plan = self.plan.lanes[self.first[number]]
         i = device_plan.program.instructions[at]
@@ -168,7 +168,7 @@ class PlanData:
                 return self.node[name], True
         return None, True
 
-    def _blocks(self, node_numbers: Sequence[int]) -> list[int]:
+    def _assign_instruction_blocks(self, node_numbers: Sequence[int]) -> list[int]:
         """Assign a block of the graph to each instruction.
 
         Blocks follow each other. Consecutive instructions of an earlier block therefore count as the block around them.
@@ -190,7 +190,9 @@ class PlanData:
 
     # -------------------------------------------------------------------------------------------------------- rows
 
-    def _rows(self, block: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
+    def _iterate_timeline_rows(
+        self, block: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
         """Iterate over the rows of the timeline: compute in parallel, and collectives.
 
         Each row is a tuple: the op, the block, (first instruction, count) by program, and the devices.
@@ -227,7 +229,9 @@ class PlanData:
                 done[d] = at + 1
         yield from work({d: len(device_plan.program.instructions) for d, device_plan in enumerate(self.plan.lanes)})
 
-    def _row(self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]) -> list[Any]:
+    def _build_timeline_row(
+        self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]
+    ) -> list[Any]:
         explained_devices = (
             {self.program[d]: d for d in reversed(devices)}.items()
             if op == COMPUTE

@@ -23,7 +23,7 @@ import llvmlite
 
 from ...graph.errors import BackendError
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.disk_cache import load_or_make, make_cache_path
+from ...graph.storage.disk_cache import make_cache_path, read_cached_or_make
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def _find_host_cpu() -> HostCpu:
 
     To load LLVM takes 40 MB of memory.
     """
-    return HostCpu(**json.loads(load_or_make(_find_host_cpu_cache_file(), _describe_host_cpu)))
+    return HostCpu(**json.loads(read_cached_or_make(_find_host_cpu_cache_file(), _describe_host_cpu)))
 
 
 def _describe_host_cpu() -> bytes:

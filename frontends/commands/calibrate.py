@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...scheduler.costs.calibration_file import format_group_key, read_speeds, write_speeds
+from ...scheduler.costs.calibration_file import format_saved_speeds_key, read_speeds, write_speeds
 from ...scheduler.costs.speeds import Speeds
 from ...scheduler.measurement.calibrate import (
     PROBE_ROUNDS,
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     known: dict[str, Speeds] = {}
     for devices in CALIBRATED_GROUPS:
         group = resolve_devices(DeviceGroup(devices=devices))
-        speeds = known[format_group_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
-        write_to_stdout("\n".join(format_speeds(format_group_key(group), speeds, len(group))) + "\n")
+        speeds = known[format_saved_speeds_key(group)] = measure_speeds(group, kinds=kinds, rounds=1 + rounds)
+        write_to_stdout("\n".join(format_speeds(format_saved_speeds_key(group), speeds, len(group))) + "\n")
     file = write_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(

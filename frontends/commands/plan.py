@@ -29,7 +29,7 @@ from ...scheduler import (
     plan_from_json,
     plan_to_json,
 )
-from ...scheduler.costs.calibration_file import choose_hardware, describe_speed_source
+from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware, describe_speed_source
 from ..errors import ModelError
 from ..gguf.reader import MAGIC
 from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
@@ -267,7 +267,7 @@ def make_requested_and_session_plans(
     """
     if simulated is None:
         group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
-        hardware = choose_hardware(graph, group)
+        hardware = choose_calibrated_or_built_in_hardware(graph, group)
     else:
         simulation = parse_simulated_group(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ...backends.base import find_device
-from ...graph.storage.files import check_writable
+from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..generation.conversation import Conversation
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.chat and (args.template or args.variables or args.tools):
         raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:
-        check_writable(args.save_state)
+        require_writable(args.save_state)
     model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:

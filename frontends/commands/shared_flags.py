@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ...graph.storage.files import check_writable
+from ...graph.storage.files import require_writable
 from ...scheduler import SPLIT_MODE_NAMES
 from ..errors import ModelError
 from ..inference.device_group import CACHE_DTYPES
@@ -178,7 +178,7 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
     if path is None or session.world.rank:
         yield
         return
-    check_writable(path)
+    require_writable(path)
     with session.tracing() as trace:
         try:
             yield

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ... import ops
 from ...graph import DType, Graph, Node, Value, constant, rewrite_graph
-from ...graph.attrs import attribute_key
+from ...graph.attrs import make_attribute_key
 from ...graph.spec import MAX_RANK
 from ..errors import ModelError
 
@@ -106,7 +106,7 @@ def merge_equal_nodes(graph: Graph) -> Graph:
     def rule(node: Node) -> Sequence[Value]:
         if node.op in ("input", "weight", "state"):
             return node.results
-        return first.setdefault((node.op, node.src, attribute_key(node.attrs), node.specs), node.results)
+        return first.setdefault((node.op, node.src, make_attribute_key(node.attrs), node.specs), node.results)
 
     return rewrite_graph(graph, rule)
 

@@ -67,7 +67,7 @@ def read_cached(file: Path) -> bytes | None:
     The function returns None if the file is missing, damaged or renamed. It marks a file as used at most once a day.
     """
     try:
-        data = _check_digest(file, file.read_bytes())
+        data = _read_data_after_digest(file, file.read_bytes())
     except OSError:
         return None
     with suppress(OSError):  # a folder that cannot be written is only read
@@ -87,7 +87,7 @@ def write_cached(file: Path, data: bytes) -> None:
         evict_oldest_files(folder, MAX_CACHE_BYTES)
 
 
-def load_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
+def read_cached_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
     """Read the data of a cache file, or make the data and write the file.
 
     Args:
@@ -102,7 +102,7 @@ def load_or_make(file: Path | None, make: Callable[[], bytes]) -> bytes:
     return data
 
 
-def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
+def map_cached_file(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
     """Map a cache file that `write_mappable_file` wrote into memory, and return the mapped memory and the note.
 
     The first `nbytes` bytes of the memory are the data. The function returns None if the file is missing, renamed, of
@@ -113,11 +113,11 @@ def map_cached(file: Path, nbytes: int) -> tuple[mmap.mmap, bytes] | None:
             mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
-    note = _check_digest(file, mapped[nbytes:])
+    note = _read_data_after_digest(file, mapped[nbytes:])
     return None if note is None else (mapped, note)
 
 
-def write_mappable(file: Path, data: memoryview, note: bytes, content_noun: str, folder: Path) -> None:
+def write_mappable_file(file: Path, data: memoryview, note: bytes, content_noun: str, folder: Path) -> None:
     """Write data and a note to a cache file, in the form that `map_cached_file` maps into memory.
 
     The bytes are on the disk before the file gets its name.
@@ -174,7 +174,7 @@ def _compute_digest(file: Path, data: bytes) -> bytes:
     return sha256(file.name.encode() + b"\0" + data).digest()
 
 
-def _check_digest(file: Path, content: bytes) -> bytes | None:
+def _read_data_after_digest(file: Path, content: bytes) -> bytes | None:
     """Return the data after the digest of a cache file, or None if the digest does not match the data and file name.
 
     Args:

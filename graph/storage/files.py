@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 PUBLIC, PRIVATE = 0o666, 0o600
 """Modes of a new file before the umask: for all users, and for its owner only."""
-BEFORE_NAME = ".hocket-"
+UNFINISHED_FILE_PREFIX = ".hocket-"
 """The prefix of the names of unfinished files."""
 
 
@@ -36,12 +36,12 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
     """
     part = None
     try:
-        target, known = _resolve(path)
+        target, known = _resolve_plain_file(path)
         if target is None:
             with open(path, "wb") as file:
                 yield file
             return
-        part = _open_beside(target, mode, known)
+        part = _open_temporary_file(target, mode, known)
         with part:
             yield part
             if durable:
@@ -53,7 +53,7 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
             with suppress(OSError):
                 os.unlink(part.name)
         if isinstance(error, OSError):
-            _set_filename(error, path)
+            _set_error_filename(error, path)
         raise
 
 
@@ -63,15 +63,15 @@ def write_text(path: str | Path, text: str) -> None:
         file.write(text.encode())
 
 
-def check_writable(path: str | Path) -> None:
+def require_writable(path: str | Path) -> None:
     """Require that `replacing` can write the file `path`; raise `OSError` if it cannot. Nothing changes on the disk.
 
     Commands call this function before long work. A pipe is not opened, because opening waits for a reader.
     """
     try:
-        target, known = _resolve(path)
+        target, known = _resolve_plain_file(path)
         if target is not None:
-            part = _open_beside(target, PRIVATE, known)
+            part = _open_temporary_file(target, PRIVATE, known)
             part.close()
             os.unlink(part.name)
         elif known is None or not stat.S_ISFIFO(known.st_mode):
@@ -79,11 +79,11 @@ def check_writable(path: str | Path) -> None:
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        _set_filename(error, path)
+        _set_error_filename(error, path)
         raise
 
 
-def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
+def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
 
     The path is None for a pipe, a device, or a deleted file behind a link such as /dev/stdout. The status is None
@@ -100,7 +100,7 @@ def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     return None, known
 
 
-def _open_beside(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
+def _open_temporary_file(target: str, mode: int, existing: os.stat_result | None) -> BinaryIO:
     """Open a new temporary file in the folder of `target`; a rename makes it `target` later. Raises `OSError`.
 
     Args:
@@ -112,16 +112,20 @@ def _open_beside(target: str, mode: int, existing: os.stat_result | None) -> Bin
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), target)
         mode = stat.S_IMODE(existing.st_mode)
-    name = os.path.join(os.path.dirname(target), f"{BEFORE_NAME}{os.urandom(8).hex()}.part")
+    name = os.path.join(os.path.dirname(target), f"{UNFINISHED_FILE_PREFIX}{os.urandom(8).hex()}.part")
     file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, mode))  # noqa: SIM115  # the caller closes it
     if existing is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != mode:  # the umask took some of it
         os.fchmod(file.fileno(), mode)
     return file
 
 
-def _set_filename(error: OSError, path: str | Path) -> None:
+def _set_error_filename(error: OSError, path: str | Path) -> None:
     """Set the file name of an error to `path`: some errors name no file or the temporary file."""
     named = str(error.filename)
-    if error.filename is None or named == os.path.realpath(path) or os.path.basename(named).startswith(BEFORE_NAME):
+    if (
+        error.filename is None
+        or named == os.path.realpath(path)
+        or os.path.basename(named).startswith(UNFINISHED_FILE_PREFIX)
+    ):
         error.filename = str(path)
         del error.filename2  # None would be a part of the message

@@ -31,7 +31,7 @@ UNUSABLE_FILE_MESSAGE = (
 """The warning about a file of saved speeds that is not used; its argument is the path."""
 
 
-def choose_hardware(graph: Graph, group: Devices) -> Hardware:
+def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hardware:
     """Choose the speeds of a device group: the calibrated (saved) speeds, or the built-in speeds without a calibration.
 
     A group with devices of several processes has the built-in speeds here, because all processes need equal speeds.
@@ -39,15 +39,15 @@ def choose_hardware(graph: Graph, group: Devices) -> Hardware:
     if any(device.rank is not None for _, device in group):
         # all processes need the same plan, but each may have other measurements; see `shared_speeds`
         return DEFAULT_HARDWARE
-    speeds = find_local_speeds(group)
+    speeds = find_saved_speeds(group)
     return (
-        choose_default_hardware(group)
+        scale_built_in_hardware(group)
         if speeds is None
-        else replace(speeds.hardware_for(graph), source=describe_calibrated_source())
+        else replace(speeds.hardware_for(graph), source=describe_calibration_date())
     )
 
 
-def choose_default_hardware(group: Devices) -> Hardware:
+def scale_built_in_hardware(group: Devices) -> Hardware:
     """Scale the built-in speeds by the threads of the devices in a group.
 
     `DEFAULT_HARDWARE` is one device with all processors of a machine. Virtual devices share the processors and the
@@ -66,19 +66,19 @@ def choose_default_hardware(group: Devices) -> Hardware:
     )
 
 
-def find_local_speeds(group: Devices) -> Speeds | None:
+def find_saved_speeds(group: Devices) -> Speeds | None:
     """Find the saved speeds of this machine for a device group, or None.
 
     The result does not depend on the processes that have the devices.
     """
-    file = make_speeds_path()
+    file = make_saved_speeds_path()
     if not file.exists():
         return None
     known = read_speeds(file)
     if known is None:
         _warn_of_unusable_file(str(file))
         return None
-    return known.get(format_group_key(group))
+    return known.get(format_saved_speeds_key(group))
 
 
 def describe_speed_source(hardware: Hardware) -> str:
@@ -88,14 +88,16 @@ def describe_speed_source(hardware: Hardware) -> str:
     )
 
 
-def describe_calibrated_source() -> str:
+def describe_calibration_date() -> str:
     """Describe the date of the calibration that saved the speeds: "calibrated" and the day, as `Hardware.source`."""
     with suppress(ValueError, AttributeError):
-        return f"calibrated {json.loads(read_cached(make_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
+        return (
+            f"calibrated {json.loads(read_cached(make_saved_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
+        )
     return "calibrated on an unknown day"
 
 
-def format_group_key(group: Devices) -> str:
+def format_saved_speeds_key(group: Devices) -> str:
     """Return the key of a device group for its saved speeds: the kind and the settings of each device.
 
     Groups of equal speed have equal keys.
@@ -105,7 +107,7 @@ def format_group_key(group: Devices) -> str:
     )
 
 
-def make_speeds_path() -> Path:
+def make_saved_speeds_path() -> Path:
     """Return the path of the file with the saved speeds of this machine."""
     return cache_folder() / "speeds" / "speeds.json"
 
@@ -120,10 +122,12 @@ def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
     day = f"{date.today()}{note and ', '}{note}"
     of = {name: speeds_to_data(speeds) for name, speeds in speeds_by_key.items()}
     write_cached(
-        make_speeds_path(),
-        json.dumps({"of": _describe_machine(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
+        make_saved_speeds_path(),
+        json.dumps(
+            {"of": _describe_version_and_processors(), "date": day, "speeds": of}, allow_nan=False, indent=1
+        ).encode(),
     )
-    return make_speeds_path()
+    return make_saved_speeds_path()
 
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:
@@ -137,7 +141,7 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         document = json.loads(data, parse_int=float)  # a huge integer becomes inf, which is invalid
         known = {str(name): Speeds(**of) for name, of in document["speeds"].items()}
-        if document["of"] == _describe_machine() and all(map(_is_valid, known.values())):
+        if document["of"] == _describe_version_and_processors() and all(map(_is_valid_speeds, known.values())):
             return known
     return None
 
@@ -148,7 +152,7 @@ def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
     return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
-def _is_valid(s: Speeds) -> bool:
+def _is_valid_speeds(s: Speeds) -> bool:
     """Return whether speeds from a file are valid: all figures are in range, and the sizes of cache shares ascend."""
     # speeds by dtype are checked as speeds by op
     each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
@@ -163,7 +167,7 @@ def _is_valid(s: Speeds) -> bool:
 
 
 @cache
-def _describe_machine() -> str:
+def _describe_version_and_processors() -> str:
     """Describe this version of hocket and the processors of this machine in one text, which identifies both."""
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()

@@ -196,7 +196,7 @@ class Hardware:
             return math.ceil(math.log2(machine_count)) * self.across_latency + nbytes / self.across_bandwidth
         return self.link_latency + nbytes / self.link_bandwidth
 
-    def estimate_collective(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
+    def estimate_collective_cost(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
         """Estimate the cost of a collective over a value of `nbytes` bytes, with the fastest algorithm for its devices.
 
         An all-reduce over several machines with equal device counts has two algorithms. The first one is a single
@@ -216,14 +216,14 @@ class Hardware:
         """
         each = self.count_devices_per_machine(devices)
         machines, count = len(each), len(devices)
-        moved = compute_bytes_sent(op, nbytes, count)
+        moved = compute_collective_bytes_sent(op, nbytes, count)
         if machines == 1:
             return CollectiveCost(moved, self.collective_seconds(moved) if count > 1 else 0.0, 0.0, machines)
         flat = CollectiveCost(moved, 0.0, self.collective_seconds(moved, machines), machines)
         if op != "all_reduce" or len(set(each)) > 1 or each[0] == 1:
             return flat
-        within = compute_bytes_sent("all_gather", nbytes, each[0])
-        slice_bytes = compute_bytes_sent(op, nbytes / each[0], machines)
+        within = compute_collective_bytes_sent("all_gather", nbytes, each[0])
+        slice_bytes = compute_collective_bytes_sent(op, nbytes / each[0], machines)
         inside, across = 2 * self.collective_seconds(within), self.collective_seconds(slice_bytes, machines)
         return min(
             flat, CollectiveCost(2 * within + slice_bytes, inside, across, machines), key=lambda cost: cost.seconds
@@ -278,7 +278,7 @@ class Estimate:
         return self.compute + self.collectives - self.hidden
 
 
-def compute_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
+def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
     """Compute the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
     In a ring of N devices, each device sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce
@@ -297,7 +297,7 @@ class WorkCounter:
 
     def count_work(self, node: Node) -> WorkEstimate:
         """Count the FLOPs and bytes of the op call of `node`."""
-        homes = tuple(find_storage_node(source).op for source in node.inputs)
+        homes = tuple(find_memory_owner(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
         key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.active_fraction(node))
@@ -325,7 +325,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
         sizes = [
             (home, source.spec.nbytes)
             for source in node.inputs
-            if (home := find_storage_node(source)).op in STORED_LEAF_OPS
+            if (home := find_memory_owner(source)).op in STORED_LEAF_OPS
         ]
         if sizes and (stored_bytes := counts.count_work(node).stored_bytes):
             whole = sum(size for _, size in sizes)
@@ -334,7 +334,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
     return read
 
 
-def find_viewed_node(value: Value) -> Node:
+def find_view_base_node(value: Value) -> Node:
     """Find the base node of a view: the first node behind all views of `value`, which computes or holds its memory."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
@@ -342,7 +342,7 @@ def find_viewed_node(value: Value) -> Node:
     return node
 
 
-def find_storage_node(value: Value) -> Node:
+def find_memory_owner(value: Value) -> Node:
     """Find the node that owns the memory of `value`, behind views and in-place updates of single entries.
 
     Example: the owner of a KV cache with new rows is the state of the cache, because most rows are unchanged. A value

@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 1 << 20
 """The largest accepted size of a machine file, in bytes."""
 
 
-class TableKey(NamedTuple):
+class TableKeyRule(NamedTuple):
     """The rule for one key of a TOML table: the field that the key sets, the allowed values, and the unit.
 
     Attributes:
@@ -46,46 +46,50 @@ class TableKey(NamedTuple):
     unit_factor: float | None = None
 
 
-def _make_text_kind(description: str, pattern: str) -> ArgumentKind:
+def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
     """Make the argument kind that accepts texts if the pattern, a regular expression, matches the whole text."""
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
-def _make_choice_kind(names: Mapping[str, object]) -> ArgumentKind:
+def _make_choice_argument_kind(names: Mapping[str, object]) -> ArgumentKind:
     """Make the argument kind of a choice, which accepts the keys of `names`."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
 TABLE = ArgumentKind("a table", lambda v: isinstance(v, dict))
-FILE_KEYS: Mapping[str, TableKey] = MappingProxyType(
-    {"simulate": TableKey("simulate", TEXT), "kinds": TableKey("kinds", TABLE), "links": TableKey("links", TABLE)}
+FILE_KEYS: Mapping[str, TableKeyRule] = MappingProxyType(
+    {
+        "simulate": TableKeyRule("simulate", TEXT),
+        "kinds": TableKeyRule("kinds", TABLE),
+        "links": TableKeyRule("links", TABLE),
+    }
 )
 """Keys of the file."""
-LINK_KEYS: Mapping[str, TableKey] = MappingProxyType(
+LINK_KEYS: Mapping[str, TableKeyRule] = MappingProxyType(
     {
-        "gb_per_s": TableKey("bandwidth", number_between(1e-6, 1e6), 1e9),
-        "latency_us": TableKey("latency", number_between(1e-3, 1e9), 1e-6),
+        "gb_per_s": TableKeyRule("bandwidth", number_between(1e-6, 1e6), 1e9),
+        "latency_us": TableKeyRule("latency", number_between(1e-3, 1e9), 1e-6),
     }
 )
 """Keys of a link; all of them are required."""
-REQUIRED_KIND_KEYS: Mapping[str, TableKey] = MappingProxyType(
+REQUIRED_KIND_KEYS: Mapping[str, TableKeyRule] = MappingProxyType(
     {
-        "memory_gib": TableKey("memory", number_between(1e-3, 1e6), GIB),
-        "tb_per_s": TableKey("bandwidth", number_between(1e-6, 1e6), 1e12),
-        "tflops": TableKey("flops", number_between(1e-6, 1e9), 1e12),
+        "memory_gib": TableKeyRule("memory", number_between(1e-3, 1e6), GIB),
+        "tb_per_s": TableKeyRule("bandwidth", number_between(1e-6, 1e6), 1e12),
+        "tflops": TableKeyRule("flops", number_between(1e-6, 1e9), 1e12),
     }
 )
 """Keys that a kind without ``like`` needs."""
-KIND_KEYS: Mapping[str, TableKey] = MappingProxyType(
+KIND_KEYS: Mapping[str, TableKeyRule] = MappingProxyType(
     {
-        "like": TableKey("like", _make_choice_kind(CATALOGUE.data_sheets)),
+        "like": TableKeyRule("like", _make_choice_argument_kind(CATALOGUE.data_sheets)),
         **REQUIRED_KIND_KEYS,
-        "launch_us": TableKey("launch", number_between(1e-3, 1e6), 1e-6),
-        "link": TableKey("link", TEXT),
-        "capability": TableKey(
-            "capability", _make_text_kind("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")
+        "launch_us": TableKeyRule("launch", number_between(1e-3, 1e6), 1e-6),
+        "link": TableKeyRule("link", TEXT),
+        "capability": TableKeyRule(
+            "capability", _make_pattern_argument_kind("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")
         ),
-        "backend": TableKey("backend", _make_text_kind("'cuda' or 'hip'", "cuda|hip")),
+        "backend": TableKeyRule("backend", _make_pattern_argument_kind("'cuda' or 'hip'", "cuda|hip")),
     }
 )
 """Keys of a kind of device."""
@@ -103,20 +107,24 @@ def read_machine_file(path: Path) -> tuple[str, Catalogue]:
         PlanError: The file cannot be read or is no TOML, a key is unknown or missing, or a value is out of range. The
             message names the file and the key.
     """
-    document = _read_document(path)
-    _read_keys(path, "", document, FILE_KEYS)
+    document = _read_toml_document(path)
+    _read_table_fields(path, "", document, FILE_KEYS)
     if "simulate" not in document:
         raise PlanError(f"{path}: simulate is missing; name the devices, as simulate = 'h200:8,nvlink'")
-    own = _list_tables(path, document, "links")
-    links = {name: LinkSpeeds(**_read_keys(path, f"links.{name}.", table, LINK_KEYS, LINK_KEYS)) for name, table in own}
+    own = _list_user_tables(path, document, "links")
+    links = {
+        name: LinkSpeeds(**_read_table_fields(path, f"links.{name}.", table, LINK_KEYS, LINK_KEYS))
+        for name, table in own
+    }
     known = Catalogue(CATALOGUE.data_sheets, MappingProxyType({**CATALOGUE.links, **links}))
     kinds = {
-        name: _read_kind(path, f"kinds.{name}.", table, known) for name, table in _list_tables(path, document, "kinds")
+        name: _read_device_kind(path, f"kinds.{name}.", table, known)
+        for name, table in _list_user_tables(path, document, "kinds")
     }
     return document["simulate"], replace(known, data_sheets=MappingProxyType({**CATALOGUE.data_sheets, **kinds}))
 
 
-def _read_document(path: Path) -> dict[str, Any]:
+def _read_toml_document(path: Path) -> dict[str, Any]:
     """Read a TOML file, or raise `PlanError` if the file is missing, too large or malformed."""
     try:
         with open(path, "rb") as file:
@@ -131,12 +139,12 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path}: the file is no TOML ({' '.join(str(why).split())[:120]})") from None
 
 
-def _read_keys(
+def _read_table_fields(
     path: Path,
     where: str,
     table: Mapping[str, Any],
-    known: Mapping[str, TableKey],
-    needed: Mapping[str, TableKey] | None = None,
+    known: Mapping[str, TableKeyRule],
+    needed: Mapping[str, TableKeyRule] | None = None,
 ) -> dict[str, Any]:
     """Read the fields that one TOML table sets, in the units of the fields.
 
@@ -161,7 +169,7 @@ def _read_keys(
     return {key.field_name: value if key.unit_factor is None else value * key.unit_factor for key, value in keys}
 
 
-def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
+def _list_user_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
     """List the tables of the user, ``[kinds.NAME]`` or ``[links.NAME]``, with their names.
 
     Raises:
@@ -178,9 +186,9 @@ def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tu
     return list(document.get(group, {}).items())
 
 
-def _read_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
+def _read_device_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
     """Read the data sheet of one device kind from its table; missing keys take the figures of the kind ``like``."""
-    fields = _read_keys(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
+    fields = _read_table_fields(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
     machine = replace(CATALOGUE.data_sheets[table["like"]] if "like" in table else DEFAULT_DATA_SHEET, **fields)
-    require(PlanError, str(path), f"{where}link", machine.link, _make_choice_kind(known.links))
+    require(PlanError, str(path), f"{where}link", machine.link, _make_choice_argument_kind(known.links))
     return replace(machine, memory=int(machine.memory))

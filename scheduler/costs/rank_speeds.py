@@ -13,13 +13,13 @@ from ...distributed import World
 from ...graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ..lowering.device_plan import Devices
-from .calibration_file import choose_default_hardware, describe_calibrated_source, find_local_speeds, speeds_to_data
+from .calibration_file import describe_calibration_date, find_saved_speeds, scale_built_in_hardware, speeds_to_data
 from .hardware import DEFAULT_HARDWARE, Hardware
 from .speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
-class RankSpeeds:
+class AgreedRankSpeeds:
     """The speeds on which all ranks agreed: the speeds of the slowest device of a group, equal on all ranks.
 
     `slowest_speeds` is None without calibrated speeds on any rank; then `default_hardware` is used.
@@ -45,7 +45,7 @@ class RankSpeeds:
         return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
 
 
-def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
+def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     """Agree on the speeds of a group: exchange calibrated speeds between all ranks, and take the slowest.
 
     Every rank must call this function. Each rank sends the speeds of the devices of its own machine. Only the own
@@ -53,12 +53,12 @@ def agree_on_speeds(group: Devices, world: World) -> RankSpeeds:
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
-    own_speeds = find_local_speeds(own)
+    own_speeds = find_saved_speeds(own)
     messages = world.all_gather_bytes(json.dumps(None if own_speeds is None else speeds_to_data(own_speeds)).encode())
     known = [Speeds(**data) for data in map(json.loads, messages) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
     default = (
-        choose_default_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
+        scale_built_in_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
     )  # threads of other ranks are not known
-    source = describe_calibrated_source() if world.size == 1 else "calibrated"
-    return RankSpeeds(slowest, len(set(hosts)) > 1, default, source)
+    source = describe_calibration_date() if world.size == 1 else "calibrated"
+    return AgreedRankSpeeds(slowest, len(set(hosts)) > 1, default, source)

@@ -93,18 +93,18 @@ class SimulatedBackend:
         return True
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
-        self._raise_unsupported(f"allocate {nbytes} bytes on {on}")
+        self._raise_needs_real_device(f"allocate {nbytes} bytes on {on}")
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        self._raise_unsupported("show an array")
+        self._raise_needs_real_device("show an array")
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        self._raise_unsupported("load a weight")
+        self._raise_needs_real_device("load a weight")
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        self._raise_unsupported(f"run a program on {on}")
+        self._raise_needs_real_device(f"run a program on {on}")
 
-    def _raise_unsupported(self, what: str) -> NoReturn:
+    def _raise_needs_real_device(self, what: str) -> NoReturn:
         """Raise an error for an action that needs a real device, such as "load a weight"."""
         raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
 
@@ -306,11 +306,11 @@ def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
     """Parse the description of one machine, or of several equal machines with the link between them."""
     machine, times, rest = text.partition(" x ")
     if not times:
-        return _parse_machine(text, text, 1, known)
+        return _parse_equal_machines(text, text, 1, known)
     number, _, link = (part.strip() for part in rest.partition(","))
     if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in known.links:
-        raise PlanError(_describe_wrong_spec(text, rest, known))
-    one = _parse_machine(text, machine, int(number), known)
+        raise PlanError(_describe_wrong_machine_text(text, rest, known))
+    one = _parse_equal_machines(text, machine, int(number), known)
     across = known.links[link]
     hardware = replace(
         one.hardware,
@@ -321,7 +321,7 @@ def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
     return replace(one, hardware=hardware)
 
 
-def _parse_machine(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
+def _parse_equal_machines(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
     """Parse the description of one machine, and return the group of `machine_count` machines like it.
 
     Args:
@@ -339,9 +339,9 @@ def _parse_machine(text: str, description: str, machine_count: int, known: Catal
         elif kind in known.data_sheets and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
             counts[kind] = counts.get(kind, 0) + int(number or 1)
         else:
-            raise PlanError(_describe_wrong_spec(text, part, known))
+            raise PlanError(_describe_wrong_machine_text(text, part, known))
     if not counts or len(links) > 1 or machine_count * sum(counts.values()) > MAX_SIMULATED_DEVICES:
-        raise PlanError(_describe_wrong_spec(text, text, known))
+        raise PlanError(_describe_wrong_machine_text(text, text, known))
     backends = {kind: build_simulated_backend(kind, known.data_sheets[kind]) for kind in counts}
     group = tuple(
         (backends[kind], backends[kind].device(machine * n + i))
@@ -375,7 +375,7 @@ def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[st
     )
 
 
-def _describe_wrong_spec(text: str, part: str, known: Catalogue) -> str:
+def _describe_wrong_machine_text(text: str, part: str, known: Catalogue) -> str:
     """Return the error message for the machine description `text`, which is wrong at `part`."""
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "

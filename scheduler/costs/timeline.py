@@ -23,7 +23,7 @@ from ...graph.node import Node
 from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_sequence_number
 from ..lowering.device_plan import KernelUse, Lane, find_collective_groups, find_first_devices_with_same_program
 from ..lowering.structural_equality import make_program_key
-from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_viewed_node
+from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_view_base_node
 from .stand_ins import NUMPY_SLOWDOWNS
 
 COMPUTE = "work"
@@ -117,8 +117,8 @@ class InstructionCosts:
 
     def _compute_cost(self, at: int, i: Instruction) -> InstructionCost:
         if find_collective_sequence_number(i.op, i.attrs) is not None:
-            collective_cost = self.hardware.estimate_collective(
-                i.op, count_collective_bytes(i), self._list_participants(i)
+            collective_cost = self.hardware.estimate_collective_cost(
+                i.op, count_collective_bytes(i), self._list_participating_devices(i)
             )
             return InstructionCost(0.0, 0.0, collective_cost.bytes_sent, collective_cost.seconds)
         if i.index < 0:  # a copy of a state, for its update or for a rollback
@@ -128,7 +128,7 @@ class InstructionCosts:
             )
         node = self.graph_nodes[i.index]
         own = self.work_estimates.count_work(node)
-        times, more = self._compute_unsharded_excess(node)
+        times, more = self._estimate_unsharded_work(node)
         more = min(own.nbytes * (times - 1), more)
         whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, stored_bytes=own.stored_bytes + more)
         slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
@@ -138,20 +138,20 @@ class InstructionCosts:
 
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
-    def _list_participants(self, i: Instruction) -> Sequence[int]:
+    def _list_participating_devices(self, i: Instruction) -> Sequence[int]:
         """List the devices that take part in a collective or a message."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
         return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
-    def _compute_unsharded_excess(self, node: Node) -> tuple[float, float]:
+    def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
         """Estimate the unsharded work of a node: the factor of FLOPs, and the extra bytes of whole weights and states.
 
         Only weights and states with at least one entry on this device count.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
-            leaf = find_viewed_node(source)
+            leaf = find_view_base_node(source)
             if leaf.name in self.unsharded_bytes and leaf.op in ("weight", "state"):
                 whole, own = self.unsharded_bytes[leaf.name], leaf.specs[0].nbytes
                 if 0 < own < whole:
@@ -195,24 +195,26 @@ def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCos
         prices: The instruction costs of each device.
     """
     goes_on = can_group_overlap([(device_plan.backend, device_plan.device) for device_plan in device_plans])
-    own: list[_ProgramSpans] = []
+    own: list[_SpansBetweenCollectives] = []
     for number, first in enumerate(find_first_devices_with_same_program(device_plans)):
-        own.append(_ProgramSpans(device_plans[number], prices[number], goes_on) if first == number else own[first])
+        own.append(
+            _SpansBetweenCollectives(device_plans[number], prices[number], goes_on) if first == number else own[first]
+        )
     timeline: list[TimelineEntry] = []
     for number in sorted({n for p in own for n in p.collective_entries}):
         there = [d for d, p in enumerate(own) if number in p.collective_entries]
-        timeline += _merge_equal_entries({d: own[d].entries_before_collective[number] for d in there})
+        timeline += _merge_equal_compute_entries({d: own[d].entries_before_collective[number] for d in there})
         timeline.append(_build_collective_entry(there, own, number))
-        timeline += _merge_equal_entries({d: own[d].overlapped_entries[number] for d in there})
-    return timeline + _merge_equal_entries({d: p.final_entry for d, p in enumerate(own)})
+        timeline += _merge_equal_compute_entries({d: own[d].overlapped_entries[number] for d in there})
+    return timeline + _merge_equal_compute_entries({d: p.final_entry for d, p in enumerate(own)})
 
 
-def compute_end_time(timeline: Sequence[TimelineEntry], devices: int) -> float:
+def compute_last_end_seconds(timeline: Sequence[TimelineEntry], devices: int) -> float:
     """Compute the seconds at which the last device ends, if all devices begin at 0."""
-    return max(advance_clocks(timeline, [0.0] * devices), default=0.0)
+    return max(compute_device_end_seconds(timeline, [0.0] * devices), default=0.0)
 
 
-def advance_clocks(timeline: Sequence[TimelineEntry], start_seconds: Sequence[float]) -> list[float]:
+def compute_device_end_seconds(timeline: Sequence[TimelineEntry], start_seconds: Sequence[float]) -> list[float]:
     """Compute the seconds at which each device ends a timeline, from the seconds at which each device begins.
 
     - A device starts a compute span when it has ended the previous entry.
@@ -238,12 +240,12 @@ def advance_clocks(timeline: Sequence[TimelineEntry], start_seconds: Sequence[fl
     return [*map(max, worked, collective_ends)]
 
 
-def is_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
+def is_timeline_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
     """Return whether a timeline is sequential: one device at a time computes.
 
     Other devices may compute during the share `MAX_CONCURRENT_SHARE` of the time.
     """
-    took = compute_end_time(timeline, devices)
+    took = compute_last_end_seconds(timeline, devices)
     busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in timeline)
     return busy <= (1 + MAX_CONCURRENT_SHARE) * took
 
@@ -251,10 +253,10 @@ def is_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
 def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estimate:
     """Estimate the time of one run of a timeline: compute, collectives, their number, and the overlapped seconds."""
     collectives = [s for s in timeline if s.op != COMPUTE]
-    sent, took = sum(s.seconds for s in collectives), compute_end_time(timeline, devices)
+    sent, took = sum(s.seconds for s in collectives), compute_last_end_seconds(timeline, devices)
     one_by_one = took
     if any(s.is_overlapped for s in timeline):
-        one_by_one = compute_end_time([replace(s, is_overlapped=False) for s in timeline], devices)
+        one_by_one = compute_last_end_seconds([replace(s, is_overlapped=False) for s in timeline], devices)
     compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
     return Estimate(compute, sent, len(collectives), one_by_one - took + max(0.0, sent - one_by_one))
 
@@ -269,7 +271,7 @@ def _count_copied_bytes(i: Instruction) -> float:
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
-def _merge_equal_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
+def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
     """Merge the compute entries of devices with equal ops between two collectives; the longest time counts.
 
     Args:
@@ -292,7 +294,7 @@ def _merge_equal_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]
 
 
 def _build_collective_entry(
-    devices: Sequence[int], spans_by_device: Sequence[_ProgramSpans], number: int
+    devices: Sequence[int], spans_by_device: Sequence[_SpansBetweenCollectives], number: int
 ) -> TimelineEntry:
     """Build the timeline entry of one collective; a send and its receive are one entry.
 
@@ -305,7 +307,7 @@ def _build_collective_entry(
     return replace(spans_by_device[sender].collective_entries[number], devices=tuple(devices), sending_device=sender)
 
 
-class _ProgramSpans:
+class _SpansBetweenCollectives:
     """The compute spans between the collectives of one program, by the number of the collective.
 
     `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that

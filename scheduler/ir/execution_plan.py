@@ -35,7 +35,7 @@ from ..costs.timeline import (
     build_timeline,
     compute_instruction_costs,
     estimate_run_time,
-    is_sequential,
+    is_timeline_sequential,
 )
 from ..lowering.device_plan import Lane as Lane
 from .formatting import format_bytes
@@ -137,7 +137,11 @@ class Plan:
         If the devices work one after another, a device has its speeds while the other devices are idle.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
-        if len(self.lanes) == 1 or alone == [*self.speeds] or not is_sequential(self.together, len(self.lanes)):
+        if (
+            len(self.lanes) == 1
+            or alone == [*self.speeds]
+            or not is_timeline_sequential(self.together, len(self.lanes))
+        ):
             return self._compute_instruction_costs(self.speeds)
         return self._compute_instruction_costs(alone)
 

@@ -210,7 +210,10 @@ def build_device_plans(
     numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
     for graph in set(graphs):
-        its = make_structural_key(graph), None if shortened is None else tuple(shortened.kind_by_node(graph).values())
+        its = (
+            make_structural_key(graph),
+            None if shortened is None else tuple(shortened.short_repetition_by_node(graph).values()),
+        )
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
     identities = {graph: make_names_and_collectives_key(graph) for graph in patterns}

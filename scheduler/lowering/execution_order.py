@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import pairwise
 
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, order_with_state_updates
+from ...graph.graph import Graph, order_updates_after_operands
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
@@ -284,7 +284,7 @@ def _order_nodes_by_dependences(
 
 def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
     """Order the nodes of a graph by the last message on which each depends; nodes without a message come first."""
-    nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
+    nodes = order_updates_after_operands(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
         number = find_collective_sequence_number(node.op, node.attrs) if node.op == "receive" else None

@@ -179,7 +179,7 @@ class _ProgramBuilder:
             state = save.state.node.name
             self.node_names.update({save.save_node: f"{state}.save", save.restore_node: f"{state}.undo"})
         groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
-        run_of = {} if repetitions is None else repetitions.kind_by_node(graph)
+        run_of = {} if repetitions is None else repetitions.short_repetition_by_node(graph)
         if groups and run_of:
             groups = _split_groups_by_repetition(groups, run_of)
         self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy

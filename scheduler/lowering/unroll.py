@@ -59,7 +59,7 @@ def unroll_kernel_calls(
         own[kind].append(call)
     first = {kind: kinds.index(kind) for kind in reversed(kinds)}
     found, start = list[KernelCall](), 0
-    for _, kind in shortened.repetitions_with_kind:
+    for _, kind in shortened.deep_and_short_repetitions:
         for call in own[kind]:
             numbers = tuple([start + number - first[kind] for number in call.instruction_numbers])
             found.append(KernelCall(call.kernel, call.source, numbers))
@@ -75,7 +75,7 @@ class _Unroller:
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.short_graph, self.shortened_graph = graph, shortened
-        self.kind_by_node = shortened.kind_by_node(graph)
+        self.kind_by_node = shortened.short_repetition_by_node(graph)
         self.nodes_by_kind: dict[int, list[Node]] = defaultdict(list)
         self.collectives_by_kind: dict[int, list[int]] = defaultdict(list)
         for node in graph.nodes:
@@ -90,7 +90,7 @@ class _Unroller:
         """Build the unrolled graph of the device, with all repeated layers."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
-        for run, kind in self.shortened_graph.repetitions_with_kind:
+        for run, kind in self.shortened_graph.deep_and_short_repetitions:
             numbers, unrolled_nodes = self.collectives_by_kind[kind], self.nodes_by_repetition.setdefault(run, {})
             for node in self.nodes_by_kind[kind]:
                 reads = [
@@ -101,7 +101,7 @@ class _Unroller:
                 if (number := find_collective_sequence_number(node.op, attrs)) is not None:
                     attrs = MappingProxyType({**attrs, "sequence": first_sequence + number - min(numbers)})
                 unrolled_nodes[node] = Node(
-                    node.op, src, attrs, node.specs, self.shortened_graph.name_in_repetition(node.name, run, kind)
+                    node.op, src, attrs, node.specs, self.shortened_graph.deep_name_in_repetition(node.name, run, kind)
                 )
             first_sequence += len(numbers)
             offered = ((self._make_carried_value_key(old, kind + 1), new) for old, new in unrolled_nodes.items())
@@ -114,7 +114,7 @@ class _Unroller:
             self.nodes_by_repetition[run][old.node].results[old.index]: self.nodes_by_repetition[run][new.node].results[
                 new.index
             ]
-            for run, kind in self.shortened_graph.repetitions_with_kind
+            for run, kind in self.shortened_graph.deep_and_short_repetitions
             for old, new in self.short_graph.updates.items()
             if self.kind_by_node[old.node] == kind
         }
@@ -139,7 +139,7 @@ class _Unroller:
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
         """Make the key (position, name ending) of a value that is carried to a repetition; None for other values."""
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
+        place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
         return None if place is None else (place, ending)
 
     # ----------------------------------------------------------------------------------------------- the program
@@ -157,9 +157,9 @@ class _Unroller:
             positions[kind].append(at)
         leaves: dict[int, list[int]] = defaultdict(list)
         for number, buffer in enumerate(program.buffers[1:], 1):
-            leaves[self.shortened_graph.kind_of_name(buffer.name)].append(number)
+            leaves[self.shortened_graph.short_repetition_of_name(buffer.name)].append(number)
         shared: Mapping[int, int] = {}
-        for run, kind in self.shortened_graph.repetitions_with_kind:
+        for run, kind in self.shortened_graph.deep_and_short_repetitions:
             own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
             buffers += [self._rename_buffer_for_repetition(program.buffers[number], run, kind) for number in own]
             shift = top - start - sum(size for other, size in sizes.items() if other < kind)
@@ -176,12 +176,14 @@ class _Unroller:
                     (
                         len(steps),
                         moved.relocate_instruction(
-                            back, self.shortened_graph.name_in_repetition(back.node, run, kind), back.attrs
+                            back, self.shortened_graph.deep_name_in_repetition(back.node, run, kind), back.attrs
                         ),
                     )
                 )
                 steps.append(
-                    moved.relocate_instruction(i, self.shortened_graph.name_in_repetition(i.node, run, kind), i.attrs)
+                    moved.relocate_instruction(
+                        i, self.shortened_graph.deep_name_in_repetition(i.node, run, kind), i.attrs
+                    )
                 )
         arena = replace(program.buffers[ARENA_BUFFER], nbytes=top)
         inputs = {self._find_deep_leaf_name(name): tensor for name, tensor in program.inputs.items()}
@@ -189,13 +191,13 @@ class _Unroller:
 
     def _rename_buffer_for_repetition(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
         """Rename the buffer of a leaf for a repetition: return it with the name of the leaf in this repetition."""
-        name = self.shortened_graph.name_in_repetition(buffer.name, repetition, kind)
+        name = self.shortened_graph.deep_name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _find_deep_leaf_name(self, name: str) -> str:
         """Find the name in the deep graph of a leaf that is before or after all repetitions."""
-        kind = self.shortened_graph.kind_of_name(name)
-        return self.shortened_graph.name_in_repetition(
+        kind = self.shortened_graph.short_repetition_of_name(name)
+        return self.shortened_graph.deep_name_in_repetition(
             name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
         )
 
@@ -234,7 +236,10 @@ def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) 
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
-        (saved_tensor,), kind = program.instructions[at].dst, shortened.kind_of_name(program.instructions[at].node)
+        (saved_tensor,), kind = (
+            program.instructions[at].dst,
+            shortened.short_repetition_of_name(program.instructions[at].node),
+        )
         if PREAMBLE < kind < shortened.short_count:
             sizes[kind] = sizes.get(kind, 0) + round_up_to_alignment(saved_tensor.spec.nbytes)
             first.append(saved_tensor.offset)
@@ -243,7 +248,8 @@ def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) 
 
 def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
     """Find the kind of repeated layer to which each instruction of a short program belongs."""
-    kinds = shortened.kind_by_node(graph)
+    kinds = shortened.short_repetition_by_node(graph)
     return [
-        shortened.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions
+        shortened.short_repetition_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]]
+        for i in program.instructions
     ]

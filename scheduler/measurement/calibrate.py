@@ -31,13 +31,13 @@ from .probe_graphs import (
     PROMPT_ROWS,
     SHARDED_HIDDEN_WIDTH,
     SHORT_CHAIN_WIDTH,
-    build_activation_graph,
     build_decode_attention_graph,
+    build_delta_rule_graph,
     build_launch_chain_graph,
     build_matmul_graph,
     build_matvec_graph,
+    build_prefill_activation_graph,
     build_prefill_attention_graph,
-    build_recurrence_graph,
     build_sharded_matmul_graph,
 )
 
@@ -144,8 +144,8 @@ class ProbeRuns:
         self.dtypes, self.clock, self.device_count = kinds, clock or ConcurrentTimer(len(group)), len(group)
         graphs = {
             "launches": build_launch_chain_graph(SHORT_CHAIN_WIDTH),
-            "values": build_activation_graph(),
-            "recurrence": build_recurrence_graph(),
+            "values": build_prefill_activation_graph(),
+            "recurrence": build_delta_rule_graph(),
             "attention": build_prefill_attention_graph(),
         }
         graphs["states"] = build_decode_attention_graph(MEMORY_PROBE_BYTES)
@@ -157,7 +157,7 @@ class ProbeRuns:
         self.executors = {
             name: [bind_probe_plan(plan_for_group(graph, [one])) for one in group] for name, graph in graphs.items()
         }
-        sizes = {name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _list_matvec_probes(kinds)}
+        sizes = {name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _list_matvec_probe_names(kinds)}
         self.reread_probes = {
             f"again {size}": names
             for size in REREAD_SIZES_MIB
@@ -235,7 +235,7 @@ def bind_probe_plan(plan: Plan) -> Executor:
     return executor
 
 
-def _list_matvec_probes(kinds: Sequence[DType]) -> list[str]:
+def _list_matvec_probe_names(kinds: Sequence[DType]) -> list[str]:
     """List the names of the matrix-vector probes, larger probes first.
 
     Probes of one size are in the reverse order of `kinds`: the dtypes with the longest read time come first.

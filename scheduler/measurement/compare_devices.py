@@ -124,7 +124,9 @@ class NodeComparer:
             place,
         )
         self.values: Mapping[str, Value] = collect_computed_values(plan.graph)
-        self._portions = [(names, *self._build_portion_graphs(names)) for names in _split_into_portions(plan.graph)]
+        self._portions = [
+            (names, *self._build_portion_graphs(names)) for names in _split_graph_into_portions(plan.graph)
+        ]
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def compare_values(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
@@ -264,7 +266,7 @@ class NodeComparer:
         return max([MIN_TOLERANCE, *(ROUNDING_ERROR_FACTOR * tolerance for tolerance in tolerances)])
 
 
-def _split_into_portions(graph: Graph) -> list[list[str]]:
+def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
     """Split a graph into portions of at most `MAX_PORTION_BYTES`, and return the names of the values in each portion.
 
     Views and empty values are omitted, because they compute nothing.

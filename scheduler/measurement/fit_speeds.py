@@ -69,11 +69,11 @@ class SpeedFit:
             state_bandwidth=1 / self.seconds_per_state_byte,
             unpacking={kind: 1 / byte for kind, (_, byte) in self.prefill_seconds_per_flop_and_byte.items()},
             cached={kind: 1 / seconds for kind, seconds in self.seconds_per_cached_byte.items()},
-            held=self.cache_hit_shares,
+            held=self.cache_hit_share_by_bytes,
         )
         if self.device_count == 1:
             return own
-        link, latency = self.compute_link_speeds()
+        link, latency = self.compute_link_bandwidth_and_latency()
         computes, reads = self.compute_solo_speedups()
         return replace(own, link_bandwidth=link, link_latency=latency, alone_flops=computes, alone_bandwidth=reads)
 
@@ -91,7 +91,7 @@ class SpeedFit:
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
         """The seconds per FLOP without weights, and the seconds per byte of activations, solved from two probes."""
         names = ("attention", "values")
-        return _solve_for_two_unit_seconds(
+        return _solve_for_seconds_per_unit(
             [
                 (self.work_by_probe[name].flops, self.work_by_probe[name].nbytes, self.subtract_launch_seconds(name))
                 for name in names
@@ -102,13 +102,15 @@ class SpeedFit:
     def seconds_per_recurrent_flop(self) -> float:
         """The seconds per FLOP of a recurrent op, with operands in caches."""
         work = self.work_by_probe["recurrence"]
-        return self.compute_seconds_per_item("recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte)
+        return self.compute_dominant_seconds_per_item(
+            "recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte
+        )
 
     @property
     def seconds_per_state_byte(self) -> float:
         """The seconds per byte of a state that is read."""
         work = self.work_by_probe["states"]
-        return self.compute_seconds_per_item(
+        return self.compute_dominant_seconds_per_item(
             "states",
             work.stored_bytes,
             work.flops * self.seconds_per_unweighted_flop
@@ -121,7 +123,7 @@ class SpeedFit:
 
         def of(kind: str) -> tuple[float, float]:
             names = (f"rows {kind}", f"few {kind}")
-            return _solve_for_two_unit_seconds(
+            return _solve_for_seconds_per_unit(
                 [
                     (
                         self.work_by_probe[name].flops,
@@ -153,7 +155,7 @@ class SpeedFit:
         }
 
     @property
-    def cache_hit_shares(self) -> dict[str, float]:
+    def cache_hit_share_by_bytes(self) -> dict[str, float]:
         """The share of repeatedly read bytes that come from caches, by the number of bytes that all devices read.
 
         The share never grows with the number of bytes.
@@ -177,7 +179,7 @@ class SpeedFit:
             shares[str(self.device_count * sum(nbytes for nbytes, _ in weights))] = share
         return shares
 
-    def compute_link_speeds(self) -> tuple[float, float]:
+    def compute_link_bandwidth_and_latency(self) -> tuple[float, float]:
         """Compute the bandwidth and the latency of the link between two devices.
 
         The bandwidth is in bytes/s of messages, at most 1e13. The latency is the seconds of one small all-reduce. Each
@@ -222,7 +224,7 @@ class SpeedFit:
         total = self.probe_seconds[name] if seconds is None else seconds
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
-    def compute_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
+    def compute_dominant_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
         """Compute the seconds per item, such as a FLOP or a byte, of the dominant work of a probe.
 
         At least a tenth of the seconds without launches count as the time of these items.
@@ -236,7 +238,7 @@ class SpeedFit:
 
     def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
         """Compute the seconds in which a matrix-vector probe reads one byte of weights of dtype `kind`."""
-        return self.compute_seconds_per_item(
+        return self.compute_dominant_seconds_per_item(
             name, self.work_by_probe[name].stored_bytes, self.estimate_non_reading_seconds(name, kind)
         )
 
@@ -259,7 +261,7 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
     return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
 
 
-def _solve_for_two_unit_seconds(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def _solve_for_seconds_per_unit(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit of two kinds of work, `x` and `y`.
 
     `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation counts as

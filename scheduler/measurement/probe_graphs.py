@@ -39,7 +39,7 @@ def build_launch_chain_graph(length: int) -> Graph:
     return Graph({"y": x})
 
 
-def build_activation_graph() -> Graph:
+def build_prefill_activation_graph() -> Graph:
     """Build the probe of prefill activations: the ops of decoder layers over a prompt, without matrix products."""
     x: Value = input("x", (PROMPT_ROWS, WEIGHT_WIDTH))
     for _ in range(ACTIVATION_LAYERS):
@@ -108,7 +108,7 @@ def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
     return k, v
 
 
-def build_recurrence_graph() -> Graph:
+def build_delta_rule_graph() -> Graph:
     """Build the probe of recurrences: the gated delta rule over a prompt, where each token reads the last state."""
     q, k, v = (input(name, (PROMPT_ROWS, 8, 128)) for name in "qkv")
     g, beta = input("g", (PROMPT_ROWS, 8, 1)), input("beta", (PROMPT_ROWS, 8))

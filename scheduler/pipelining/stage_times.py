@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...graph.errors import PlanError
-from ..costs.timeline import advance_clocks
+from ..costs.timeline import compute_device_end_seconds
 from ..ir.execution_plan import Plan
 from ..ir.pipeline_actions import PipelineAction, PipelineOrder
 from ..lowering.device_plan import find_collective_groups
@@ -96,7 +96,7 @@ def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
     for run in range(STEADY_STATE_RUNS):
         if run >= runs_in_progress:
             clock = [max(now, ends[run - runs_in_progress]) for now in clock]
-        clock = advance_clocks(plan.together, clock)
+        clock = compute_device_end_seconds(plan.together, clock)
         ends.append(max(clock))
     return (ends[-1] - ends[STEADY_STATE_RUNS // 2 - 1]) / (STEADY_STATE_RUNS // 2)
 

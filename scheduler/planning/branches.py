@@ -16,7 +16,7 @@ from itertools import product
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ..costs.hardware import STORED_LEAF_OPS, Hardware, find_viewed_node
+from ..costs.hardware import STORED_LEAF_OPS, Hardware, find_view_base_node
 from ..sharding.layer_split import Placement, order_nodes_by_message_count
 from .clusters import Cluster, find_clusters, link_clusters_by_operands, split_cluster
 
@@ -265,7 +265,9 @@ class BranchScheduler:
         machine = self.hardware.machine
         key = nbytes, machine > 0 and sender // machine != receiver // machine
         if key not in self._message_seconds:
-            self._message_seconds[key] = self.hardware.estimate_collective("send", nbytes, (sender, receiver)).seconds
+            self._message_seconds[key] = self.hardware.estimate_collective_cost(
+                "send", nbytes, (sender, receiver)
+            ).seconds
         return self._message_seconds[key]
 
 
@@ -324,7 +326,7 @@ class _ListScheduler:
 
 def find_weights_and_states_read_by(node: Node) -> set[Value]:
     """Find the weights and states that a node reads, directly or through views."""
-    leaves = (find_viewed_node(source) for source in node.inputs)
+    leaves = (find_view_base_node(source) for source in node.inputs)
     return {leaf.results[0] for leaf in leaves if leaf.op in STORED_LEAF_OPS}
 
 

@@ -15,7 +15,7 @@ UNFUSED_DECOMPOSITION = "unfused"
 """The name of the op decomposition that is used here, into simpler ops."""
 
 
-def decompose_unsupported(graph: Graph, group: Devices) -> Graph:
+def decompose_unsupported_ops(graph: Graph, group: Devices) -> Graph:
     """Decompose each op of `graph` that no device of `group` supports, and return the new graph.
 
     An op is replaced only if it has a decomposition and some device supports each op of the decomposition. Without a

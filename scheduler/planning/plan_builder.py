@@ -46,7 +46,7 @@ from ..sharding.pins import (
 )
 from ..sharding.search.greedy_search import FactorChoice, factors_from_positions, list_all_factor_positions
 from .branches import BranchSchedule
-from .decompose import decompose_unsupported
+from .decompose import decompose_unsupported_ops
 from .memory_fit import choose_host_offload, compute_memory_proportions, compute_missing_bytes
 from .repeated_layers import plan_repeated_layers
 from .sharded_plan import ShardedPlanBuilder, choose_plan_with_overlap_chunks
@@ -425,7 +425,7 @@ class PlanBuilder(ShardedPlanBuilder):
         if graph is self.graph:
             return plan
         return PlanBuilder(
-            decompose_unsupported(graph, self.group), plan.group, (), plan.hardware, self.placement_rules, plan
+            decompose_unsupported_ops(graph, self.group), plan.group, (), plan.hardware, self.placement_rules, plan
         ).build_with_fixed_layout(plan)
 
 

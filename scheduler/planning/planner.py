@@ -36,7 +36,7 @@ from ..lowering.device_plan import DEVICES_KIND, Devices
 from ..sharding.pins import PlacementRules
 from ..verifier.plan_verifier import verify_plan
 from .auto_candidates import choose_auto_plan
-from .decompose import decompose_unsupported
+from .decompose import decompose_unsupported_ops
 from .gc_pause import gc_paused
 from .plan_builder import FactorChooser, PlanBuilder, SplitModeBuilder
 from .workload import Workload
@@ -146,12 +146,12 @@ def plan_for_group(
             "parts of one device are named as cuda:0.0,cuda:0.1"
         )
     verify(graph)
-    graph = decompose_unsupported(graph, group)
+    graph = decompose_unsupported_ops(graph, group)
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
     if like is not None:
-        group = _select_earlier_devices(like, graph, group)
-    shares = _check_tensor_split(tensor_split, len(group))
+        group = _select_devices_of_earlier_plan(like, graph, group)
+    shares = _expand_tensor_split(tensor_split, len(group))
     planning = PlanBuilder(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
     new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
     try:
@@ -176,7 +176,7 @@ SPLIT_MODES: Mapping[str, SplitModeBuilder] = dict(zip(SPLIT_MODE_NAMES, SPLIT_M
 """The split modes by name. Each function plans a graph for several devices."""
 
 
-def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices:
+def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) -> Devices:
     """Select the devices of `group` that take part in the earlier plan `like`.
 
     Raises:
@@ -193,7 +193,7 @@ def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices
     stored = {v.node.name: v for v in (*like.graph.weights, *like.graph.states)}
     for value in (*graph.weights, *graph.states):
         earlier = stored.get(value.node.name, value)
-        if not _accepts_same_layout(earlier, value):
+        if not _can_keep_layout(earlier, value):
             raise PlanError(
                 f"like: {value.label:.{MAX_MESSAGE_CHARACTERS}} is a {value.node.op} {value.spec}, and in the earlier "
                 f"plan a {earlier.node.op} {earlier.spec}; rename it, or plan without like"
@@ -201,7 +201,7 @@ def _select_earlier_devices(like: Plan, graph: Graph, group: Devices) -> Devices
     return group
 
 
-def _accepts_same_layout(earlier: Value, value: Value) -> bool:
+def _can_keep_layout(earlier: Value, value: Value) -> bool:
     """Return whether a leaf of a new graph can keep the layout of the leaf of equal name in an earlier plan.
 
     Two weights need equal specs. Two states need equal dtypes and ranks; their sizes may differ.
@@ -213,7 +213,7 @@ def _accepts_same_layout(earlier: Value, value: Value) -> bool:
     return earlier.spec == value.spec
 
 
-def _check_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
+def _expand_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
     """Expand the tensor split to one share for each device, with zero for missing shares.
 
     Without a tensor split all shares are equal. Raises `PlanError` for a split with too many or invalid shares.

@@ -195,10 +195,10 @@ class _ShortenedGraphSharding:
         ):
             return None
         leaves = {
-            of.name_in_repetition(name, run, kind): layout
-            for run, kind in of.repetitions_with_kind
+            of.deep_name_in_repetition(name, run, kind): layout
+            for run, kind in of.deep_and_short_repetitions
             for name, layout in partitioned_graphs.leaves.items()
-            if of.kind_of_name(name) == kind
+            if of.short_repetition_of_name(name) == kind
         }
         return RepeatedPlan(unroll_device_plans(device_plans, of), leaves, partitioned_graphs.outputs)
 
@@ -289,7 +289,7 @@ def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> in
     inner = frozenset(
         sharded_factor
         for sharded_factor in short_sharding.short_sharded_factors
-        if short_sharding.shortened_graph.kind_of_name(sharded_factor[0]) == 0
+        if short_sharding.shortened_graph.short_repetition_of_name(sharded_factor[0]) == 0
     )
     sizes = [
         factor.size
@@ -345,7 +345,7 @@ def _has_repeatable_instructions(device_plan: Lane, shortened: ShortenedGraph) -
         device_plan.graph.nodes[i.index]: i.dst for i in device_plan.program.instructions if i.index >= 0
     }
     places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
-    run_of = shortened.kind_by_node(device_plan.graph)
+    run_of = shortened.short_repetition_by_node(device_plan.graph)
     for base in _list_carried_values(device_plan.graph, run_of):
         if base.node in results_by_node:
             number, ending = split_numbered_name(base.node.name)

@@ -20,14 +20,14 @@ START_POINT: StagePoint = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class PathEntry:
+class CriticalPathEntry:
     """One timeline entry on the critical path, with its device; the device is None for a collective."""
 
     stage: TimelineEntry
     device: int | None
 
 
-def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[PathEntry]:
+def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[CriticalPathEntry]:
     """Find the critical path: timeline entries that follow each other without a gap from the start to the end of a run.
 
     The sum of their times is the time of the run (`stages.compute_last_end_seconds`). Entries that take no time are
@@ -66,4 +66,4 @@ def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[
     path_points = [
         (timeline[number], d) for number, d in path if number >= 0 and d < devices and timeline[number].seconds
     ]
-    return [PathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in path_points]
+    return [CriticalPathEntry(stage, d if stage.op == COMPUTE else None) for stage, d in path_points]

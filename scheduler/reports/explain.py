@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from ...backends.capabilities import SupportsTransports
 from ...graph.attrs import quote_node_name
 from ...graph.graph import assign_names
-from ...graph.layer_folding import find_repetitions
+from ...graph.layer_folding import find_adjacent_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collectives import find_collective_sequence_number
-from ..costs.hardware import find_viewed_node
+from ..costs.hardware import find_view_base_node
 from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds, format_table
@@ -22,8 +22,8 @@ from ..lowering.device_plan import Lane
 from ..pipelining.stage_times import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
 from .critical_path import find_critical_path
 from .pass_dumps import format_node_reference, format_program
-from .placement_hints import PlacementHint, find_hints
-from .weight_balance import find_imbalance
+from .placement_hints import PlacementHint, find_placement_hints
+from .weight_balance import find_weight_imbalance
 
 
 def explain_plan(plan: Plan, *, steps: bool = False) -> str:
@@ -33,9 +33,9 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
         plan: The plan.
         steps: Whether the report also has the instructions of each device.
     """
-    lines = [format_summary(plan), *(f"  {reason}" for reason in format_reason_lines(plan))]
+    lines = [format_summary(plan), *(f"  {reason}" for reason in format_search_lines(plan))]
     lines += ["", *format_memory_table(plan), ""]
-    if uneven := find_imbalance(plan):
+    if uneven := find_weight_imbalance(plan):
         lines += [*uneven.format_lines(), ""]
     lines += format_timeline_table(plan)
     if steps:
@@ -57,7 +57,7 @@ def format_summary(plan: Plan) -> str:
     where = format_devices([str(device_plan.device) for device_plan in plan.lanes])
     simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
     idle = f"{format_devices(plan.spare)} left free; " if plan.spare else ""
-    if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _is_partitioned(plan):
+    if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _has_sharded_leaves_or_outputs(plan):
         idle += f"each of {len(plan.lanes)} devices does all; "
     return (
         f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
@@ -66,26 +66,26 @@ def format_summary(plan: Plan) -> str:
     )
 
 
-def _is_partitioned(plan: Plan) -> bool:
+def _has_sharded_leaves_or_outputs(plan: Plan) -> bool:
     """Return whether a plan has sharded or local leaves or outputs, so that devices have different parts."""
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
-def format_reason_lines(plan: Plan) -> list[str]:
+def format_search_lines(plan: Plan) -> list[str]:
     """Format the lines about the factor search: the reasons of the plan, and the properties of its result."""
     return [
         *plan.reasons,
-        *format_cost_correction_lines(plan),
+        *format_plan_time_line(plan),
         *format_placement_lines(plan),
         *format_transport_lines(plan),
         *format_critical_path_lines(plan),
         *format_overlap_lines(plan),
-        *format_pipelining_lines(plan),
-        *stand_in_lines(plan),
+        *format_pipeline_speedup_lines(plan),
+        *format_numpy_fallback_lines(plan),
     ]
 
 
-def format_cost_correction_lines(plan: Plan) -> list[str]:
+def format_plan_time_line(plan: Plan) -> list[str]:
     """Format the predicted time of the plan as one line, if factors are sharded.
 
     The search predicts shorter times, because the programs contain copies that the search does not see.
@@ -153,7 +153,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
     return [f"devices compute beside {count} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"]
 
 
-def format_pipelining_lines(plan: Plan) -> list[str]:
+def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
     """Format the predicted speedup of pipelined runs, if there is one."""
     times, through = estimate_pipeline_speedup(plan), format_stage_count(count_pipeline_stages(plan), len(plan.lanes))
     if times < 1.01:
@@ -161,7 +161,7 @@ def format_pipelining_lines(plan: Plan) -> list[str]:
     return [f"runs that follow each other through {through} are {times:.2f} times as fast as one by one"]
 
 
-def stand_in_lines(plan: Plan) -> list[str]:
+def format_numpy_fallback_lines(plan: Plan) -> list[str]:
     """Format the NumPy fallback: a line for each kind of device with ops that NumPy computes.
 
     A backend has no compiled kernel for such an op.
@@ -200,15 +200,18 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 def format_timeline_table(plan: Plan) -> list[str]:
     """Format the timeline as a table with one row for each entry; repeated rows, such as layers, are shown once."""
-    reasons, advice = TimelineReasons(plan), find_hints(plan)
+    reasons, advice = TimelineReasons(plan), find_placement_hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
     for number, stage in enumerate(plan.stages):
-        phrases = [reasons.explain_entry(stage), *(f"hint: {hint}" for hint in reasons.select_hints(stage, advice))]
+        phrases = [
+            reasons.explain_entry(stage),
+            *(f"hint: {hint}" for hint in reasons.select_hints_for_entry(stage, advice)),
+        ]
         table.append(_format_timeline_row(plan, number, stage, "; ".join(phrases)))
     table_rows: list[tuple[str, ...]] = []
     notes: dict[int, str] = {}
-    for start, length, times in find_repetitions([_make_row_key(row) for row in table]):
+    for start, length, times in find_adjacent_repetitions([_make_row_key_without_numbers(row) for row in table]):
         table_rows += table[start : start + length]
         if times > 1:
             last = start + length * times - 1
@@ -235,7 +238,7 @@ def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: 
     return str(number), where, str(entry.instruction_count), reads, moved, format_seconds(entry.seconds), uncut, reason
 
 
-def _make_row_key(row: tuple[str, ...]) -> tuple[str, ...]:
+def _make_row_key_without_numbers(row: tuple[str, ...]) -> tuple[str, ...]:
     """Make a key of a table row without numbers in its names, so that rows of repeated layers have equal keys."""
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
@@ -252,12 +255,14 @@ class TimelineReasons:
 
     def explain_entry(self, entry: TimelineEntry) -> str:
         """Explain one timeline entry: return the reason for its devices or for its collective."""
-        nodes = self._list_nodes(entry)
+        nodes = self._list_entry_nodes(entry)
         if entry.op == COMPUTE:
-            return self._explain_work(nodes, entry.devices)
+            return self._explain_compute_span(nodes, entry.devices)
         return self._explain_collective(self.plan.lanes[entry.sending_device], entry, nodes[0])
 
-    def select_hints(self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]) -> list[PlacementHint]:
+    def select_hints_for_entry(
+        self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]
+    ) -> list[PlacementHint]:
         """Select the placement hints about weights that a timeline entry reads.
 
         Args:
@@ -265,11 +270,13 @@ class TimelineReasons:
             hints_by_weight: The placement hints of the plan by weight.
         """
         read = (
-            (find_viewed_node(s).name for n in self._list_nodes(entry) for s in n.inputs) if entry.op == COMPUTE else ()
+            (find_view_base_node(s).name for n in self._list_entry_nodes(entry) for s in n.inputs)
+            if entry.op == COMPUTE
+            else ()
         )
         return list(dict.fromkeys(hints_by_weight[name] for name in read if name in hints_by_weight))
 
-    def _list_nodes(self, entry: TimelineEntry) -> list[Node]:
+    def _list_entry_nodes(self, entry: TimelineEntry) -> list[Node]:
         """List the nodes that a timeline entry computes, in the graph of its first device."""
         device_plan = self.plan.lanes[entry.sending_device]
         instructions = device_plan.program.instructions[
@@ -277,10 +284,10 @@ class TimelineReasons:
         ]
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
-    def _explain_work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
+    def _explain_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
         """Explain a compute span by the largest pinned leaf and the largest sharded leaf that it reads."""
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
-        leaves = {find_viewed_node(s).name: find_viewed_node(s) for n in nodes for s in n.inputs}
+        leaves = {find_view_base_node(s).name: find_view_base_node(s) for n in nodes for s in n.inputs}
         stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
         special = [n for n in stored_leaves if isinstance(self.plan.leaves[n.name], Shard | Local)]
         if not special:
@@ -301,7 +308,7 @@ class TimelineReasons:
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
         """Explain unsharded work: a compute span without sharded weights. It may read a part of a replicated weight."""
-        read = [(s, find_viewed_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
+        read = [(s, find_view_base_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
             return f"a part of %{part[0].label}, which is whole on each device"
@@ -309,14 +316,14 @@ class TimelineReasons:
             return "its weights are whole on each device"
         for s, _ in read:
             if s.shape != self.shapes_by_name.get(s.node.name, [s.shape] * (s.index + 1))[s.index]:
-                return f"{format_value_name(s)} lies in shards, with which each device goes on"
+                return f"{format_user_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
     def _explain_collective(self, device_plan: Lane, entry: TimelineEntry, node: Node) -> str:
         """Explain a collective or a message by the value that it exchanges."""
         if entry.op == "send":
             to = self.plan.lanes[next(d for d in entry.devices if d != entry.sending_device)].device
-            return f"{format_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
+            return f"{format_user_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
         source = node.inputs[0]
         sharded_leaf = self._find_nearest_sharded_leaf(source.node)
         because = (
@@ -325,14 +332,14 @@ class TimelineReasons:
             else f": %{sharded_leaf.label} is cut on axis {self._find_shard_axis(sharded_leaf)}"
         )
         if entry.op == "all_gather":
-            return f"{format_value_name(source)} lies in shards and is read whole{because}"
+            return f"{format_user_value_name(source)} lies in shards and is read whole{because}"
         whose = ", of which each keeps its own rows" if entry.op == "reduce_scatter" else ""
         machines = self._describe_multi_machine_sum(device_plan, entry)
-        return f"{format_value_name(source)} is a sum over the devices{whose}{because}{machines}"
+        return f"{format_user_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
     def _describe_multi_machine_sum(self, device_plan: Lane, entry: TimelineEntry) -> str:
         """Describe how a sum over several machines is computed, if it is first computed within each machine."""
-        cost = self.plan.hardware.estimate_collective(
+        cost = self.plan.hardware.estimate_collective_cost(
             entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
         )
         if not (cost.inside_machine_seconds and cost.across_machines_seconds):
@@ -368,7 +375,7 @@ def _find_largest_leaf(leaves: Sequence[Node]) -> tuple[Node, str]:
     return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 
 
-def format_value_name(value: Value) -> str:
+def format_user_value_name(value: Value) -> str:
     """Format the name of a device value as the user sees it in the graph text of the user's graph."""
     return format_node_reference(value.node.name or value.node.op) + (
         f"#{value.index}" if len(value.node.specs) > 1 else ""
@@ -380,7 +387,7 @@ def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():
-        for leaf in map(find_viewed_node, node.inputs):
+        for leaf in map(find_view_base_node, node.inputs):
             if name in pins_by_name:
                 reasons.setdefault(leaf.name, pins_by_name[name])
     return reasons

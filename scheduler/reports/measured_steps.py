@@ -20,8 +20,8 @@ from .perfetto_trace import (
     FIRST_DEVICE_PROCESS,
     MICROSECONDS_PER_SECOND,
     TRACE_FORMAT,
-    format_result_spec,
-    format_trace,
+    format_chrome_trace,
+    format_first_result_spec,
 )
 
 MAX_TRACE_BYTES = 1 << 30
@@ -62,9 +62,9 @@ def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
         OSError: If the file cannot be read.
     """
     if isinstance(trace, Trace):
-        return _match_trace(plan, json.loads("".join(format_trace(trace))))
+        return _match_trace_with_plan(plan, json.loads("".join(format_chrome_trace(trace))))
     try:
-        return _match_trace(plan, _read_trace_file(trace))
+        return _match_trace_with_plan(plan, _read_trace_file(trace))
     except PlanError as why:
         raise PlanError(f"{trace}: {why}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
@@ -85,7 +85,7 @@ def _read_trace_file(path: str | Path) -> Any:
     return json.loads(data)
 
 
-def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
+def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
     """Match a trace document with a plan, and return the measured times of the plan's steps.
 
     The document may have several plans; the plan with the most equal shapes is taken.
@@ -98,12 +98,12 @@ def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
         raise PlanError(f"none of its {len(known)} plans has the steps of this one; trace the same devices and split")
     number = known.index(best := max(known))
     events = [e for e in document["traceEvents"] if e["ph"] == "X" and e["args"]["plan"] == number]
-    runs = [_read_duration(e) for e in events if e["cat"] == "run"]
+    runs = [_read_event_microseconds(e) for e in events if e["cat"] == "run"]
     taken: dict[tuple[int, tuple[int, ...]], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for e in events:
         if e["cat"] != "run":
             key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
-            taken[key][str(e["args"]["kernel"])].append(_read_duration(e))
+            taken[key][str(e["args"]["kernel"])].append(_read_event_microseconds(e))
     devices: list[list[MeasuredStep | None]] = [
         [None] * len(device_plan.program.instructions) for device_plan in plan.lanes
     ]
@@ -118,7 +118,7 @@ def _match_trace(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
     return MeasuredPlan(label, len(runs), median(runs) / MICROSECONDS_PER_SECOND, exact, tuple(map(tuple, devices)))
 
 
-def _read_duration(event: Mapping[str, Any]) -> float:
+def _read_event_microseconds(event: Mapping[str, Any]) -> float:
     """Read the duration of a trace event in microseconds. Raises `ValueError` for a duration that is not finite."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
@@ -129,7 +129,8 @@ def _read_duration(event: Mapping[str, Any]) -> float:
 def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
     """Compute the share of steps with equal shapes in a plan and a trace; the share is 0 if the steps differ."""
     own = [
-        [(i.op, i.node, format_result_spec(i)) for i in device_plan.program.instructions] for device_plan in plan.lanes
+        [(i.op, i.node, format_first_result_spec(i)) for i in device_plan.program.instructions]
+        for device_plan in plan.lanes
     ]
     theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
     if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:

@@ -38,7 +38,7 @@ def format_node_reference(name: str) -> str:
     return f"%{name if name.isdecimal() else quote_node_name(name)}"
 
 
-def join_with_rest(found: Sequence[str]) -> str:
+def join_first_names(found: Sequence[str]) -> str:
     """Join the first `MAX_LISTED_NAMES` names to one text, with the count of the others."""
     more = f" and {len(found) - MAX_LISTED_NAMES} more" if len(found) > MAX_LISTED_NAMES else ""
     return ", ".join(found[:MAX_LISTED_NAMES]) + more
@@ -47,7 +47,7 @@ def join_with_rest(found: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------------------- factors
 
 
-def format_factors(factors: Factors) -> str:
+def format_factor_tables(factors: Factors) -> str:
     """Format two tables: all factors, and the axes of every value as products of factors.
 
     Each factor has a letter, the leaves with this factor, and the nodes that keep it from being sharded. Axes are
@@ -55,7 +55,7 @@ def format_factors(factors: Factors) -> str:
     sharded.
     """
     node_names = assign_names(factors.graph)
-    symbols = _name_factors(factors)
+    symbols = _assign_factor_symbols(factors)
     contracted, coupled, having = (defaultdict[Factor, list[str]](list) for _ in range(3))
     for node in factors.graph.nodes:
         if node.is_leaf:
@@ -69,7 +69,7 @@ def format_factors(factors: Factors) -> str:
                 coupled[factor].append(format_node_reference(node_names[node]))
     rows: list[tuple[str, ...]] = [("factor", "size", "leaves", "summed over by", "whole for")]
     for factor, symbol in symbols.items():
-        cells = (join_with_rest(found[factor]) or "-" for found in (having, contracted, coupled))
+        cells = (join_first_names(found[factor]) or "-" for found in (having, contracted, coupled))
         rows.append((symbol, str(factor.size), *cells))
     values = [
         (
@@ -83,7 +83,7 @@ def format_factors(factors: Factors) -> str:
     return "\n".join([*format_table(rows, "lrlll"), "", *format_table(values, "lll")])
 
 
-def _name_factors(factors: Factors) -> dict[Factor, str]:
+def _assign_factor_symbols(factors: Factors) -> dict[Factor, str]:
     """Assign a symbol (one or more letters) to each factor of more than one index, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     symbols: dict[Factor, str] = {}
@@ -168,7 +168,7 @@ class ArenaLifetime:
         return min(self.last_step + 1, self.overwriting_step)
 
 
-def format_memory(program: Program) -> str:
+def format_memory_map(program: Program) -> str:
     """Format a map of the arena, with the offset and lifetime of each value, and a table of the other buffers."""
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // LIFETIME_COLUMNS)
@@ -251,7 +251,7 @@ def _format_buffers(program: Program) -> list[str]:
     rows: list[tuple[str, ...]] = [("buffer", "", "bytes", "kept as", "read in", "written in")]
     for number, b in enumerate(program.buffers):
         if number != ARENA_BUFFER:
-            steps = (join_with_rest(list(dict.fromkeys(found[number]))) or "-" for found in (reads, writes))
+            steps = (join_first_names(list(dict.fromkeys(found[number]))) or "-" for found in (reads, writes))
             rows.append((b.kind, format_node_reference(b.name), str(b.nbytes), str(b.stored_spec), *steps))
     return format_table(rows, "llrlll")
 
@@ -264,17 +264,21 @@ def format_program(program: Program) -> str:
     places = [b.name and format_node_reference(b.name) for b in program.buffers]
     rows = [("step", "op", "writes", "reads", "with")]
     for step, i in enumerate(program.instructions):
-        writes = ", ".join(_format_tensor(t, places) for t in i.dst)
-        reads = ", ".join("_" if t is None else _format_tensor(t, places) for t in i.src)
-        rows.append((str(step), i.op, f"{format_node_reference(i.node)} = {writes}", reads, _format_attrs(i)))
+        writes = ", ".join(_format_tensor_location(t, places) for t in i.dst)
+        reads = ", ".join("_" if t is None else _format_tensor_location(t, places) for t in i.src)
+        rows.append(
+            (str(step), i.op, f"{format_node_reference(i.node)} = {writes}", reads, _format_non_default_attributes(i))
+        )
     ends = [("input", program.inputs), ("output", program.outputs)]
     rows += [
-        ("", end, f"{name} = {_format_tensor(t, places)}", "", "") for end, found in ends for name, t in found.items()
+        ("", end, f"{name} = {_format_tensor_location(t, places)}", "", "")
+        for end, found in ends
+        for name, t in found.items()
     ]
     return "\n".join([f"{len(program.instructions)} steps", *format_table(rows, "rllll")])
 
 
-def _format_tensor(tensor: Tensor, places: Sequence[str]) -> str:
+def _format_tensor_location(tensor: Tensor, places: Sequence[str]) -> str:
     """Format the spec and the location of a tensor: ``f32[1,64]@256`` in the arena.
 
     A tensor in a buffer of its own has the name of the buffer: ``f32[128,64]@%token_embd.weight``.
@@ -284,7 +288,7 @@ def _format_tensor(tensor: Tensor, places: Sequence[str]) -> str:
     return f"{tensor.spec}@{where.lstrip('+')}" + (f" by {strides}" if strides else "")
 
 
-def _format_attrs(i: Instruction) -> str:
+def _format_non_default_attributes(i: Instruction) -> str:
     """Format the attributes of an instruction that differ from the defaults of the op."""
     defaults = REGISTRY[i.op].defaults
     return ", ".join(f"{k}={format_attribute(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
@@ -293,7 +297,7 @@ def _format_attrs(i: Instruction) -> str:
 # ---------------------------------------------------------------------------------------------------------- a plan
 
 
-def _format_programs(plan: Plan, text: Callable[[Program], str]) -> str:
+def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str:
     """Format the program of each device by the function `text`; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
     for device_plan in plan.lanes:
@@ -304,11 +308,11 @@ def _format_programs(plan: Plan, text: Callable[[Program], str]) -> str:
 PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
     {
         "graph": lambda plan: format_graph(plan.graph),
-        "factors": lambda plan: format_factors(Factors(plan.graph)),
+        "factors": lambda plan: format_factor_tables(Factors(plan.graph)),
         "layouts": lambda plan: format_layouts(plan.leaves, plan.outputs),
         "shards": lambda plan: format_device_graphs([device_plan.graph for device_plan in plan.lanes]),
-        "memory": lambda plan: _format_programs(plan, format_memory),
-        "steps": lambda plan: _format_programs(plan, format_program),
+        "memory": lambda plan: _format_distinct_programs(plan, format_memory_map),
+        "steps": lambda plan: _format_distinct_programs(plan, format_program),
     }
 )
 """The dump of each planner pass for `hocket plan --show`, in the order of the passes."""

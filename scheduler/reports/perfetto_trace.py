@@ -31,9 +31,9 @@ MICROSECONDS_PER_SECOND = 1e6
 """Microseconds per second."""
 
 
-def write_trace(trace: Trace, path: str | Path) -> None:
+def write_chrome_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace to a file in the Chrome trace format, gzipped if the name ends in ``.gz``. Raises `OSError`."""
-    lines = (text.encode() for text in format_trace(trace))
+    lines = (text.encode() for text in format_chrome_trace(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
             with gzip.GzipFile(Path(path).name, "wb", fileobj=file) as packed:
@@ -42,7 +42,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
             file.writelines(lines)
 
 
-def format_trace(trace: Trace) -> Iterator[str]:
+def format_chrome_trace(trace: Trace) -> Iterator[str]:
     """Format a trace in the Chrome trace format: yield the JSON text in pieces."""
     plans = list({id(run.plan): run.plan for run in trace.runs}.values())
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
@@ -52,8 +52,8 @@ def format_trace(trace: Trace) -> Iterator[str]:
         "plans": [_make_plan_metadata(p, labels[id(p)]) for p in plans],
     }
     yield f'{{"displayTimeUnit": "ns", "otherData": {_to_json(about)},\n"traceEvents": [\n'
-    yield ",\n".join(_to_json(event) for event in _make_name_events(plans))
-    events_by_plan = {id(plan): _PlanEvents(plan, number) for number, plan in enumerate(plans)}
+    yield ",\n".join(_to_json(event) for event in _make_process_name_events(plans))
+    events_by_plan = {id(plan): _PlanTraceEvents(plan, number) for number, plan in enumerate(plans)}
     arrows = count(1)
     first = trace.runs[0].start if trace.runs else 0.0
     for number, run in enumerate(trace.runs):
@@ -66,12 +66,13 @@ def format_trace(trace: Trace) -> Iterator[str]:
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
     """Make the metadata of a plan in a trace, which identify the plan: its devices, and the steps of each device."""
     steps = [
-        [[i.op, i.node, format_result_spec(i)] for i in device_plan.program.instructions] for device_plan in plan.lanes
+        [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
+        for device_plan in plan.lanes
     ]
     return {"label": label, "devices": [str(device_plan.device) for device_plan in plan.lanes], "steps": steps}
 
 
-def format_result_spec(i: Instruction) -> str:
+def format_first_result_spec(i: Instruction) -> str:
     """Format the dtype and shape of the first result of an instruction; without a result the text is empty."""
     return str(i.dst[0].spec) if i.dst else ""
 
@@ -84,7 +85,7 @@ def _compute_process_id(device: int) -> int:
     return device + FIRST_DEVICE_PROCESS
 
 
-def _make_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
+def _make_process_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
     """Make the trace events that name processes and threads."""
     yield _make_name_event("process_name", HOST_PROCESS, "hocket")
     yield _make_name_event("thread_name", HOST_PROCESS, "runs")
@@ -98,7 +99,7 @@ def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": STREAM_THREAD, "args": {"name": name}}
 
 
-class _PlanEvents:
+class _PlanTraceEvents:
     """The trace events of the runs of one plan; text that is equal in all runs is formatted once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
@@ -134,7 +135,7 @@ class _PlanEvents:
             for step in steps:
                 start, end = ((t - first) * MICROSECONDS_PER_SECOND for t in (step.start, step.end))
                 when = f'"ts": {start:.3f}, "dur": {end - start:.3f}, "pid": {_compute_process_id(device)}'
-                yield f"{{{when}, {self._format_constant_part(device, step)}"
+                yield f"{{{when}, {self._format_event_constant_part(device, step)}"
                 if (live := self.live_bytes[device][step.instruction_numbers[-1]]) != before:
                     before = live
                     yield _to_json(_make_counter_event(device, "compute memory", start, live))
@@ -147,7 +148,7 @@ class _PlanEvents:
         for came in calls_by_collective.values():
             yield from _format_collective_arrows(came, arrows)
 
-    def _format_constant_part(self, device: int, step: TimedKernel) -> str:
+    def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
         """Format the constant part of the event of a step, which is equal in all runs and follows its times."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
@@ -156,7 +157,7 @@ class _PlanEvents:
             args = {
                 "op": " ".join(each.op for each in i),
                 "kernel": step.kernel,
-                "shape": format_result_spec(i[-1]),
+                "shape": format_first_result_spec(i[-1]),
                 "bytes": round(sum(c.nbytes + c.bytes_sent for c in costs)),
                 "flop": round(sum(c.flops for c in costs)),
                 "estimate_us": float(f"{sum(c.seconds for c in costs) * MICROSECONDS_PER_SECOND:.4g}"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ..costs.hardware import WorkCounter, find_viewed_node
+from ..costs.hardware import WorkCounter, find_view_base_node
 from ..costs.timeline import InstructionCosts
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds
@@ -50,7 +50,7 @@ class PlacementHint:
         return f"--place {shlex.quote(self.placement_rule)} {', '.join(phrases)}"
 
 
-def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
+def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
     """Find the best placement hint for each weight that has one, by name.
 
     The saved share of a device's bytes is at least the relative increase of the run time.
@@ -61,13 +61,13 @@ def find_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[st
     """
     if len(plan.lanes) == 1:
         return {}
-    moves = _PlacementChange(plan, format_value_layouts(plan) if layouts is None else layouts)
+    moves = _PlacementHintFinder(plan, format_value_layouts(plan) if layouts is None else layouts)
     whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
     options = {leaf.name: list(moves.find_leaf_hints(leaf)) for leaf in whole}
     return {name: min(own, key=lambda hint: hint.extra_seconds) for name, own in options.items() if own}
 
 
-class _PlacementChange:
+class _PlacementHintFinder:
     """Finds placement hints of a plan by estimating the run if one device alone has a weight."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
@@ -80,40 +80,48 @@ class _PlacementChange:
             {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes
         ]
         first_equal = find_first_devices_with_same_program(plan.lanes)
-        runs = {first: _list_node_times(plan.lanes[first], plan.prices[first]) for first in set(first_equal)}
+        runs = {
+            first: _sum_seconds_and_launches_by_node(plan.lanes[first], plan.prices[first])
+            for first in set(first_equal)
+        }
         self.node_times = [runs[first] for first in first_equal]
 
     def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
         """Find the placement hints of one weight: yield a hint for each device that may have it with a gain."""
-        if self._compute_largest_share([leaf]) < MIN_SAVED_SHARE or (pattern := self._make_pattern(leaf.name)) is None:
+        if (
+            self._compute_largest_weight_share([leaf]) < MIN_SAVED_SHARE
+            or (pattern := self._make_name_pattern(leaf.name)) is None
+        ):
             return
         first = self.devices[0]  # the nodes are the same for every device
         moved = pin_neighbours_of_pinned_nodes(
             self.plan.graph, find_user_pins(self.plan.graph, [(pattern, first)], self.devices)
         ).keys()
-        elsewhere = self._find_unneeded_nodes(moved)
+        elsewhere = self._find_nodes_unneeded_elsewhere(moved)
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
         for to, device in enumerate(self.devices):
             seconds = self._estimate_extra_seconds(moved, elsewhere, to)
-            if seconds is not None and self._compute_largest_share(left) >= seconds / max(self.plan.cost.total, 1e-12):
+            if seconds is not None and self._compute_largest_weight_share(left) >= seconds / max(
+                self.plan.cost.total, 1e-12
+            ):
                 others = (d for d in range(len(self.devices)) if d != to)
                 saved = {self.devices[d]: sum(self.weight_bytes[d].get(n.name, 0) for n in left) for d in others}
                 yield PlacementHint(f"{pattern}={device}", saved, seconds)
 
-    def _make_pattern(self, name: str) -> str | None:
+    def _make_name_pattern(self, name: str) -> str | None:
         """Make a regular expression that matches only this node name; return None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
-    def _compute_largest_share(self, leaves: Sequence[Node]) -> float:
+    def _compute_largest_weight_share(self, leaves: Sequence[Node]) -> float:
         """Compute the share of the given weights in the bytes of a device, on the device with the largest share."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / stored_bytes
             for own, stored_bytes in zip(self.weight_bytes, self.stored_bytes, strict=True)
         )
 
-    def _find_unneeded_nodes(self, moved: Set[Node]) -> Set[Node]:
+    def _find_nodes_unneeded_elsewhere(self, moved: Set[Node]) -> Set[Node]:
         """Find the nodes that are unneeded elsewhere: on all other devices, if one device computes `moved`.
 
         They are `moved` and the replicated nodes that have no other readers.
@@ -136,11 +144,11 @@ class _PlacementChange:
         seconds = 0.0
         fed: set[Node] = set()
         for node in (n for n in self.plan.graph.nodes if n in skipped_nodes and not n.is_leaf and not op_of(n).is_view):
-            sources = {find_viewed_node(s) for s in node.inputs} - skipped_nodes
+            sources = {find_view_base_node(s) for s in node.inputs} - skipped_nodes
             computed = {n for n in sources if n.op not in ("weight", "input", "constant")}
-            if computed or not fed.isdisjoint(find_viewed_node(s) for s in node.inputs):
+            if computed or not fed.isdisjoint(find_view_base_node(s) for s in node.inputs):
                 fed.add(node)
-            is_read = any(u not in skipped_nodes for v in node.results for u in self._list_computing_readers(v))
+            is_read = any(u not in skipped_nodes for v in node.results for u in self._list_readers_through_views(v))
             if node in moved and ((is_read and node in fed) or any(self.layouts[n] != "R" for n in computed)):
                 return None
             name = self.name_by_node[node]
@@ -154,7 +162,7 @@ class _PlacementChange:
             )
         return seconds
 
-    def _list_computing_readers(self, value: Value) -> Iterator[Node]:
+    def _list_readers_through_views(self, value: Value) -> Iterator[Node]:
         """List the readers of a value that compute with it, directly or through views."""
         values = [value]
         for here in values:
@@ -165,7 +173,7 @@ class _PlacementChange:
                     yield user
 
 
-def _list_node_times(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
+def _sum_seconds_and_launches_by_node(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
     """Return the predicted seconds and the number of launches of each node of a device, by node name."""
     instructions = device_plan.program.instructions
     return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

@@ -20,7 +20,7 @@ def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
     There are no lines if both plans do the same. Names that differ only in numbers, such as layer names, share one line
     if they changed in the same way.
     """
-    lines = [*_diff_leaves(before, after), *_diff_collectives(before, after), *_diff_memory(before, after)]
+    lines = [*_diff_leaf_layouts(before, after), *_diff_collectives(before, after), *_diff_memory(before, after)]
     if (was := format_seconds(before.cost.total)) != (now := format_seconds(after.cost.total)):
         lines.append(f"time: {was} -> {now}")
     if not lines and before.digest() != after.digest():
@@ -28,7 +28,7 @@ def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def group_names(names: Iterable[str]) -> list[str]:
+def group_names_that_differ_in_numbers(names: Iterable[str]) -> list[str]:
     """Group names that differ only in numbers, such as layer names, to one text with a count.
 
     An example of a text is ``%blk.*.ffn_up.weight (80)``.
@@ -39,7 +39,7 @@ def group_names(names: Iterable[str]) -> list[str]:
     return [f"%{members[0]}" if len(members) == 1 else f"%{g} ({len(members)})" for g, members in groups.items()]
 
 
-def _diff_leaves(before: Plan, after: Plan) -> list[str]:
+def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
     """Return lines about the layouts of leaves that differ, and about leaves in only one plan."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*before.leaves, *after.leaves)):
@@ -49,7 +49,7 @@ def _diff_leaves(before: Plan, after: Plan) -> list[str]:
     return [
         f"layout: {group_name}: {was} -> {now}"
         for (was, now), found in groups.items()
-        for group_name in group_names(found)
+        for group_name in group_names_that_differ_in_numbers(found)
     ]
 
 
@@ -65,10 +65,10 @@ def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
 
 def _diff_collectives(before: Plan, after: Plan) -> list[str]:
     was, now = _count_collectives(before), _count_collectives(after)
-    return [*_format_one_sided("removed", was, now), *_format_one_sided("added", now, was)]
+    return [*_format_surplus_collectives("removed", was, now), *_format_surplus_collectives("added", now, was)]
 
 
-def _format_one_sided(
+def _format_surplus_collectives(
     word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]
 ) -> list[str]:
     """Format the surplus collectives, which run more often `here` than `there`, as one line for each op.
@@ -81,7 +81,9 @@ def _format_one_sided(
     groups: dict[str, list[str]] = defaultdict(list)
     for (op, name), count in here.items():
         groups[op] += [name] * max(0, count - there.get((op, name), 0))
-    return [f"{word}: {len(n)} {op}: {', '.join(group_names(n))}" for op, n in groups.items() if n]
+    return [
+        f"{word}: {len(n)} {op}: {', '.join(group_names_that_differ_in_numbers(n))}" for op, n in groups.items() if n
+    ]
 
 
 def _diff_memory(before: Plan, after: Plan) -> list[str]:

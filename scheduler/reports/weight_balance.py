@@ -64,7 +64,10 @@ class WeightBalance:
         devices_by_amounts: dict[tuple[int, float], list[str]] = defaultdict(list)
         for device, stored_bytes, share in zip(self.device_names, self.stored_bytes, self.share_bytes, strict=True):
             devices_by_amounts[stored_bytes, share].append(device)
-        heads = [_format_headline(names, *amounts, self.is_requested) for amounts, names in devices_by_amounts.items()]
+        heads = [
+            _format_weight_share_line(names, *amounts, self.is_requested)
+            for amounts, names in devices_by_amounts.items()
+        ]
         first, rest = self.causes[:MAX_LISTED_CAUSES], self.causes[MAX_LISTED_CAUSES:]
         rows = [
             (cause.excess_bytes, f"{_format_weights(cause.weights)} ({format_bytes(cause.nbytes)}) {cause.reason}")
@@ -79,14 +82,14 @@ class WeightBalance:
         return [f"{'; '.join(heads)}:", *cause_lines]
 
 
-def find_imbalance(plan: Plan) -> WeightBalance | None:
+def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
     """Find the imbalance of weights: the weight balance if a device is off its share, or None.
 
     A device may deviate from its share by `BALANCE_TOLERANCE`.
     """
     own = [{b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes]
     once = {
-        v.node.name: _compute_unsharded_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
+        v.node.name: _compute_unsharded_weight_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
         for v in plan.graph.weights
     }
     asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
@@ -97,12 +100,12 @@ def find_imbalance(plan: Plan) -> WeightBalance | None:
         return None
     fullest = max(range(len(own)), key=lambda d: stored_bytes[d] / max(shares[d], 1.0))
     over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
-    causes = _find_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
+    causes = _list_imbalance_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
     devices = tuple(str(device_plan.device) for device_plan in plan.lanes)
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
-def _compute_unsharded_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
+def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
     """Return the stored bytes of an unsharded weight on the first device that has a part of it.
 
     Args:
@@ -116,7 +119,7 @@ def _compute_unsharded_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[i
     return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
 
-def _find_causes(
+def _list_imbalance_causes(
     plan: Plan, fullest: int, stored_bytes: Mapping[str, int], excess_bytes: Mapping[str, float]
 ) -> list[ImbalanceCause]:
     """List the causes of the excess of the fullest device, largest excess first.
@@ -160,10 +163,10 @@ class _ImbalanceReasons:
         if isinstance(layout, Shard):
             return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
         if isinstance(layout, Local):
-            return self._describe_placement(layout.devices)
-        return f"whole on each device: {self._describe_replicated(self.leaves[name])}"
+            return self._explain_placement(layout.devices)
+        return f"whole on each device: {self._explain_replication(self.leaves[name])}"
 
-    def _describe_placement(self, devices: Sequence[int]) -> str:
+    def _explain_placement(self, devices: Sequence[int]) -> str:
         """Explain why a weight is placed, as a whole, on the given devices only."""
         if self.device not in devices:
             return "whole on other devices"
@@ -192,22 +195,22 @@ class _ImbalanceReasons:
         as_stored = backend.storage_spec(local, "weight").dtype
         return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
-    def _describe_replicated(self, weight: Value) -> str:
+    def _explain_replication(self, weight: Value) -> str:
         """Explain the replication of a weight by the cost of its cheapest sharding."""
         own = self.factors.factors_of(weight)
         if not own.isdisjoint(self.sharded_factors):
-            return self._describe_whole_reader(weight, self._propagate_sharding(self.sharded_factors))
+            return self._describe_reader_of_whole_weight(weight, self._propagate_sharding(self.sharded_factors))
         options = dict.fromkeys(
             self.class_of[f] for axis in self._list_factors_by_axis(weight) for f in axis if f in self.class_of
         )
-        estimates = [self._estimate_sharding(weight, name) for name in options]
+        estimates = [self._estimate_sharding_seconds(weight, name) for name in options]
         return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
         """List the factors of each axis of a weight."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
 
-    def _estimate_sharding(self, weight: Value, name: str) -> tuple[float, str]:
+    def _estimate_sharding_seconds(self, weight: Value, name: str) -> tuple[float, str]:
         """Estimate the additional seconds of a run if a weight is sharded by a class of factors, and describe them.
 
         The seconds are infinite if the weight cannot be sharded in this way.
@@ -222,7 +225,7 @@ class _ImbalanceReasons:
             return math.inf, f"a cut along axis {axis} would cut {_format_weights([twice.node.name])} twice"
         then = self._propagate_sharding(chosen)
         if not isinstance(then.produced_layouts[weight], FactorShard):
-            return math.inf, self._describe_whole_reader(weight, then)
+            return math.inf, self._describe_reader_of_whole_weight(weight, then)
         now = self.costs.estimate_run_time(self._propagate_sharding(self.sharded_factors))
         cost = self.costs.estimate_run_time(then)
         longer, oftener = cost.total - now.total, cost.meetings - now.meetings
@@ -240,7 +243,7 @@ class _ImbalanceReasons:
             self._assignment_by_factors[chosen] = propagate_layouts(self.plan.graph, self.factors, chosen)
         return self._assignment_by_factors[chosen]
 
-    def _describe_whole_reader(self, weight: Value, assignment: ShardingAssignment) -> str:
+    def _describe_reader_of_whole_weight(self, weight: Value, assignment: ShardingAssignment) -> str:
         """Describe the reader that needs the whole weight.
 
         Without such a reader, a flag or an earlier plan has decided the layout.
@@ -251,7 +254,7 @@ class _ImbalanceReasons:
         return "it was to lie so" if reader is None else f"{reader.op} reads it whole"
 
 
-def _format_headline(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
+def _format_weight_share_line(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
     """Format the line about the weight share of devices with equal bytes: their bytes and the deviation."""
     verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
     off = (

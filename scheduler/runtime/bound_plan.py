@@ -100,7 +100,7 @@ class BoundPlan:
             arrays[name] = as_array_for_spec(f"input %{name}", inputs[name], spec)
         return arrays
 
-    def require_equal_inputs(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
+    def require_equal_inputs_on_ranks(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
         """Require that all ranks (processes) have equal inputs, by a checksum; raise `RanksError` on a difference."""
         if self.device_placement.spans_ranks:
             check = 0
@@ -114,10 +114,10 @@ class BoundPlan:
         """Write the inputs of a run to the input slots of the programs."""
         for slots in input_slots:
             slots.write_arrays(
-                [self._as_stored_array(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]
+                [self._as_stored_dtype(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]
             )
 
-    def _as_stored_array(self, name: str, array: Array, dtype: DType) -> Array:
+    def _as_stored_dtype(self, name: str, array: Array, dtype: DType) -> Array:
         """Return an input array in its stored dtype, in which the program reads it."""
         ready = array.dtype is dtype.storage and dtype is not DType.BF16
         return array if ready else encode_array(decode_array(array, self.input_specs[name].dtype), dtype)

@@ -12,7 +12,7 @@ _lock_by_backend: WeakKeyDictionary[Backend, threading.RLock] = WeakKeyDictionar
 _locks_guard = threading.Lock()
 
 
-def _find_or_make_lock(backend: Backend) -> threading.RLock:
+def _find_or_make_backend_lock(backend: Backend) -> threading.RLock:
     """Find the lock of a backend, or make it at the first call."""
     with _locks_guard:
         return _lock_by_backend.setdefault(backend, threading.RLock())
@@ -22,7 +22,7 @@ class DeviceLock:
     """A context that locks the devices of some backends: no other thread uses them. A thread may enter it again."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
-        locks = {id(lock): lock for lock in map(_find_or_make_lock, backends)}
+        locks = {id(lock): lock for lock in map(_find_or_make_backend_lock, backends)}
         self._locks = [locks[key] for key in sorted(locks)]  # all in one order, which excludes deadlocks
 
     def __enter__(self) -> None:

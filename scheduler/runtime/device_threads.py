@@ -54,7 +54,7 @@ class DeviceThreads:
         for number in own[:1]:  # this process may have no device of the plan
             run(number, works[number])
         for number, other in others.items():
-            self._join_device(number, other)
+            self._wait_for_device(number, other)
         if len(self.devices) > 1:
             self.rendezvous.clear()
         self._results = {}  # only the caller holds the results
@@ -87,9 +87,9 @@ class DeviceThreads:
         try:
             self._results[number] = work()
         except BaseException as why:  # the caller receives each error of a thread
-            self.abort_run(number, why)
+            self.record_failure_and_abort(number, why)
 
-    def abort_run(self, number: int | None, why: BaseException) -> None:
+    def record_failure_and_abort(self, number: int | None, why: BaseException) -> None:
         """Record a failure and abort the run: wake the other devices, which then fail too.
 
         Args:
@@ -99,7 +99,7 @@ class DeviceThreads:
         self.failures.append((number, why))
         self.rendezvous.abort(str(why) or type(why).__name__)
 
-    def _join_device(self, number: int, other: Future[None]) -> None:
+    def _wait_for_device(self, number: int, other: Future[None]) -> None:
         """Wait for the end of a device; after a failure of another device, wait at most `timeout` seconds."""
         while not other.done():
             failed = bool(self.failures)
@@ -113,4 +113,4 @@ class DeviceThreads:
                     )
                     raise self._lost_states_error from why
             except KeyboardInterrupt as why:
-                self.abort_run(None, why)
+                self.record_failure_and_abort(None, why)

@@ -162,7 +162,7 @@ class Executor:
     def _write_inputs(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         arrays = self._bound_plan.as_input_arrays(inputs)
         self._bound_plan.write_inputs(arrays, self._input_slots)
-        self._bound_plan.require_equal_inputs([arrays])
+        self._bound_plan.require_equal_inputs_on_ranks([arrays])
 
     def replay(self) -> None:
         """Replay the programs on the bound inputs, without new inputs or returned outputs.
@@ -180,7 +180,7 @@ class Executor:
         with DeferredInterrupts():
             trace = self.trace
             if trace is not None and len(trace.noted) < MAX_TRACED_RUNS:
-                self._require_timing()
+                self._require_timing_support()
                 start = time.monotonic()
                 steps = self._run_local_devices(self._timed_runners)
                 in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.lanes)))
@@ -190,7 +190,7 @@ class Executor:
                 trace.left_out += 1
             return self._run_local_devices(works)
 
-    def _require_timing(self) -> None:
+    def _require_timing_support(self) -> None:
         """Require that all backends can time their steps; raise `PlanError` otherwise."""
         if self._untimed_device is not None:
             raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
@@ -237,7 +237,7 @@ class Executor:
 
         Raises `PlanError` if a backend cannot time its steps.
         """
-        self._require_timing()
+        self._require_timing_support()
         before, self.trace = self.trace, Trace()
         try:
             yield self.trace

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...backends.base import Array
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.disk_cache import hash_key, map_cached, write_mappable
+from ...graph.storage.disk_cache import hash_key, map_cached_file, write_mappable_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PackedWeightFiles:
 
         The memory is read-only. The result is None if the file is missing or has another size.
         """
-        mapped = map_cached(self._make_file_path(origin, packing, share), nbytes)
+        mapped = map_cached_file(self._make_file_path(origin, packing, share), nbytes)
         return None if mapped is None else (np.frombuffer(mapped[0], np.uint8, nbytes), mapped[1])
 
     def write_and_map(
@@ -55,7 +55,7 @@ class PackedWeightFiles:
         """
         file = self._make_file_path(origin, packing, share)
         self._remove_old_versions(file.parent)
-        write_mappable(file, packed.data, digest, "packed weights", self.folder)
+        write_mappable_file(file, packed.data, digest, "packed weights", self.folder)
         return self.map_existing_file(origin, packing, share, packed.nbytes) or (packed, digest)
 
     def _make_file_path(self, origin: WeightOrigin, packing: str, share: str) -> Path:

@@ -23,7 +23,7 @@ from .device_locks import DeviceLock
 from .device_threads import DeviceThreads
 from .interrupts import DeferredInterrupts
 from .store import Store
-from .undo_log import Journal, Saved
+from .undo_log import UndoData, UndoLog
 
 RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
 """A requested run: its plan and its inputs by name."""
@@ -67,7 +67,7 @@ class PipelinedPlan:
             self._communicator_group = bound.make_communicator_group(timeout, wire, follow=True)
             replays = bound.compile_programs(self._communicator_group)
             self._device_stages = {
-                number: _DeviceStage(bound, number, replays[number], staying) for number in bound.local_devices
+                number: _DevicePart(bound, number, replays[number], staying) for number in bound.local_devices
             }
         self._device_threads = DeviceThreads(
             [device_plan.device for device_plan in plan.lanes], bound.local_devices, self._communicator_group, timeout
@@ -111,7 +111,10 @@ class PipelinedRuns:
         self._exit_stack.enter_context(self._leading_plan._device_lock)
         interrupts = self._exit_stack.enter_context(DeferredInterrupts())
         self._device_threads.rendezvous = self
-        works = {n: partial(device.run_queue, interrupts, self._on_device_done) for n, device in self._workers.items()}
+        works = {
+            n: partial(device.run_queued_runs, interrupts, self._record_device_done)
+            for n, device in self._workers.items()
+        }
         self._workers_done = self._exit_stack.enter_context(ThreadPoolExecutor(1, "hocket")).submit(
             self._device_threads.run_devices, works
         )
@@ -131,7 +134,7 @@ class PipelinedRuns:
         if (whole := tuple(following)) not in self._leading_plan.verified_orders:
             build_pipeline_order([pipeline.plan for pipeline in following])
             self._leading_plan.verified_orders.add(whole)
-        self._leading_plan._bound_plan.require_equal_inputs(arrays_of_runs)
+        self._leading_plan._bound_plan.require_equal_inputs_on_ranks(arrays_of_runs)
         for (pipeline, _), arrays in zip(runs, arrays_of_runs, strict=True):
             self._used_plans[pipeline] = None
             run = _PipelinedRun(pipeline, arrays)
@@ -165,8 +168,8 @@ class PipelinedRuns:
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
         with self._exit_stack:
             if isinstance(why, KeyboardInterrupt) and not self._device_threads.failures:  # a second interrupt
-                self._device_threads.abort_run(None, why)
-            self._stop_workers()
+                self._device_threads.record_failure_and_abort(None, why)
+            self._wait_for_workers()
             if self._device_threads.failures:
                 self._device_threads.roll_back_and_raise(self._roll_back)
             if self._pending_runs or (why is not None and self._is_all_or_nothing):
@@ -174,7 +177,7 @@ class PipelinedRuns:
                     self._roll_back, why or PlanError("runs that nobody waited for are taken back")
                 )
 
-    def _stop_workers(self) -> None:
+    def _wait_for_workers(self) -> None:
         """Wait until the workers of all devices have ended. Raises `BackendError` if a device does not stop."""
         for device in self._workers.values():
             device.queued_runs.put(None)
@@ -183,7 +186,7 @@ class PipelinedRuns:
                 self._workers_done.result()
                 return
             except KeyboardInterrupt as why:
-                self._device_threads.abort_run(None, why)
+                self._device_threads.record_failure_and_abort(None, why)
 
     def _is_done_on_all_devices(self, runs: Iterable[_PipelinedRun]) -> bool:
         """Return whether all devices of this process have finished the given runs."""
@@ -192,7 +195,7 @@ class PipelinedRuns:
     def _roll_back(self, number: int, error: BaseException | None) -> None:
         self._workers[number].roll_back(error)
 
-    def _on_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
+    def _record_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
         """Record that a device is done with its part of a run and has saved the undo data."""
         with self._progress:
             run.outputs_by_device[number] = outputs
@@ -233,15 +236,15 @@ class _SavedRun(NamedTuple):
 
     run: _PipelinedRun
     restored_states: frozenset[str]
-    undo_data: Saved
+    undo_data: UndoData
 
 
-class _DeviceStage:
+class _DevicePart:
     """The part of a plan that one device runs: input slots, compiled program, output shards and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
-        self.input_slots, self.undo_log = [bound.make_input_slots(number)], Journal(bound, number, staying)
+        self.input_slots, self.undo_log = [bound.make_input_slots(number)], UndoLog(bound, number, staying)
         self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
         self.instruction_count = len(bound.plan.lanes[number].program.instructions)
 
@@ -256,7 +259,7 @@ class _DeviceWorker:
         self._current_run: _PipelinedRun | None = None
         self._has_finished_program = False
 
-    def run_queue(
+    def run_queued_runs(
         self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
     ) -> None:
         """Run the queued runs in order, and call `tell` after each of them. Raises the error of a device.
@@ -272,7 +275,7 @@ class _DeviceWorker:
             stage.run_program()
             self._has_finished_program = True
             outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
-            self._save_for_undo(run)
+            self._save_undo_data(run)
             self._current_run, self._has_finished_program = None, False
             tell(run, self.number, outputs)
 
@@ -285,9 +288,9 @@ class _DeviceWorker:
                 find_finished_instructions(None if self._has_finished_program else error, stage.instruction_count),
             )
         for run, behind, saved in reversed([saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]):
-            run.pipeline._device_stages[self.number].undo_log.undo(saved, behind)
+            run.pipeline._device_stages[self.number].undo_log.roll_back_run(saved, behind)
 
-    def _save_for_undo(self, run: _PipelinedRun) -> None:
+    def _save_undo_data(self, run: _PipelinedRun) -> None:
         """Save the undo data of a finished run, except for states that earlier runs over its store restore."""
         self._saved_runs = [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
         same = [
@@ -296,5 +299,5 @@ class _DeviceWorker:
             if saved_run.run.pipeline.store is run.pipeline.store
         ]
         journal = run.pipeline._device_stages[self.number].undo_log
-        behind = journal.behind(pipeline._device_stages[self.number].undo_log for pipeline in same)
+        behind = journal.list_states_restored_by(pipeline._device_stages[self.number].undo_log for pipeline in same)
         self._saved_runs.append(_SavedRun(run, behind, journal.save_undo_data(behind)))

@@ -83,7 +83,7 @@ class StateView:
                     continue
                 present = part.decode()
                 whole = np.empty(self.shape, present.dtype)  # entries of other devices are not read
-                write_shard(whole, self.layout, number, present)
+                write_shard_into_whole(whole, self.layout, number, present)
                 whole[index] = values
                 part.memory_view[...] = encode_array(
                     slice_for_device(whole, Spec(self.shape), self.layout, number), part.dtype
@@ -148,11 +148,11 @@ def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, A
     everywhere = between.exchange_parts(parts, holders)
     whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)
     for number, part in everywhere.items():
-        write_shard(whole, layout, number, part)
+        write_shard_into_whole(whole, layout, number, part)
     return whole
 
 
-def write_shard(whole: Array, layout: Layout, number: int, part: Any) -> None:
+def write_shard_into_whole(whole: Array, layout: Layout, number: int, part: Any) -> None:
     """Write the shard of device `number` into the array of the whole value, at the index ranges of the layout."""
     if not isinstance(layout, Shard):
         whole[...] = part

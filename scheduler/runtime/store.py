@@ -17,7 +17,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
-from ...graph.node import constant_array
+from ...graph.node import view_constant_array
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
@@ -50,7 +50,9 @@ class Store:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.turn: DeviceLock = DeviceLock(self.backends)
-        self.between: DevicePlacement = DevicePlacement(world, [_find_rank(device, world) for _, device in group])
+        self.between: DevicePlacement = DevicePlacement(
+            world, [_find_device_rank(device, world) for _, device in group]
+        )
         self.nread: int = 0
         self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
         self._packed_files = packed
@@ -90,7 +92,7 @@ class Store:
             copies: Copies that stores share; with them, devices read the memory of `data` itself if they can.
         """
         what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
-        stored = _as_file_array(what, data, spec)
+        stored = _as_file_format_array(what, data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
             raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
         with self.turn:
@@ -112,12 +114,12 @@ class Store:
                     place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
-                    digest = device.share_weight(declared_buffer, share, runs, copies)
+                    digest = device.bind_shared_weight(declared_buffer, share, runs, copies)
                 else:
                     digest = device.load_weight(declared_buffer, share, release, place)
                 if self.loaded_bytes.is_own_rank_checked:
                     self.loaded_bytes.add_digest(name, layout, number, digest)
-            for number in self.loaded_bytes.list_other_devices(layout):
+            for number in self.loaded_bytes.list_checked_remote_devices(layout):
                 other = partial(slice_for_device, stored, spec, layout, number)
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
@@ -161,11 +163,11 @@ class Store:
             spec, layout = self._layouts[name]
             if spec.shape[0] % total or (isinstance(layout, Shard) and layout.axis == 0):
                 raise PlanError(f"state %{name}: {spec} {layout} has no equal parts for {total} sequences")
-            part = _resize_first_axis(spec, count, total)
+            part = _make_spec_of_parts(spec, count, total)
             other._layouts[name], other._states[name] = (part, layout), None
             for number, device in self._device_buffers.items():
                 if ("state", name) in device.buffer_by_leaf:
-                    theirs = device.view_parts("state", name, first, count, total)
+                    theirs = device.view_first_axis_parts("state", name, first, count, total)
                     other._device_buffers[number].buffer_by_leaf["state", name] = theirs
         return other
 
@@ -306,7 +308,7 @@ class _DeviceBuffers:
         self.buffer_by_leaf[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
-    def share_weight(
+    def bind_shared_weight(
         self, declared_buffer: BufferSpec, data: Callable[[], Array], part_key: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
         """Bind a weight to memory that is shared with other stores, and return a function that computes its digest.
@@ -341,7 +343,7 @@ class _DeviceBuffers:
         shape, dtype = spec.stored_spec.shape, spec.stored_spec.dtype
         return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
-    def view_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
+    def view_first_axis_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
         """View some of `total` equal parts along the first axis of a buffer: `count` parts from part `first` on.
 
         Returns the specification and the memory of these parts.
@@ -352,7 +354,7 @@ class _DeviceBuffers:
         part_bytes = spec.nbytes // total
         if spec.nbytes % total or first * part_bytes % PART_ALIGNMENT:
             raise PlanError(f"{kind} %{name}: a part of {part_bytes} bytes is no multiple of {PART_ALIGNMENT} bytes")
-        declared, stored = (_resize_first_axis(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
+        declared, stored = (_make_spec_of_parts(one, count, total) for one in (spec.declared_spec, spec.stored_spec))
         view = buffer[first * part_bytes : (first + count) * part_bytes]
         return BufferSpec(kind, name, count * part_bytes, declared, stored), view
 
@@ -372,7 +374,7 @@ class _DeviceBuffers:
             assert spec.declared_spec is not None
             (node,) = (n for n in graph.nodes if n.op == "constant" and n.name == spec.name)
             buffer = self.backend.alloc(spec.nbytes, self.device)
-            self.backend.load(constant_array(node), spec.declared_spec, buffer)
+            self.backend.load(view_constant_array(node), spec.declared_spec, buffer)
             return buffer
         key = (spec.kind, spec.name)
         if key not in self.buffer_by_leaf:
@@ -390,7 +392,7 @@ class _DeviceBuffers:
         return buffer
 
 
-def _resize_first_axis(spec: Spec, count: int, total: int) -> Spec:
+def _make_spec_of_parts(spec: Spec, count: int, total: int) -> Spec:
     """Make the spec of `count` of `total` equal parts along the first axis."""
     return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
 
@@ -408,7 +410,7 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
     return ""
 
 
-def _as_file_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
+def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
     """Return the weight data of a caller as an array in the file format: numbers, or block bytes if quantised."""
     if spec.dtype.is_quantised:
         return as_block_bytes(subject, data, spec)
@@ -416,7 +418,7 @@ def _as_file_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
     return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
 
 
-def _find_rank(device: Device, world: World) -> int:
+def _find_device_rank(device: Device, world: World) -> int:
     """Find the rank of the process to which a device belongs."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")

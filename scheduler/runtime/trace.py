@@ -58,9 +58,9 @@ class Trace:
 
         A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
         """
-        from ..reports.perfetto_trace import write_trace
+        from ..reports.perfetto_trace import write_chrome_trace
 
-        write_trace(self, path)
+        write_chrome_trace(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
         """Return an HTML page of the plan with the most traced runs, with the measured times of its steps.

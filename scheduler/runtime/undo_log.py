@@ -15,13 +15,13 @@ import numpy as np
 from ...backends.base import Array, Instruction, Tensor
 from .bound_plan import BoundPlan
 
-ARENA = 0
+ARENA_BUFFER = 0
 """The number of the arena among the buffers of every program."""
-Saved = Mapping[Tensor, Array]
+UndoData = Mapping[Tensor, Array]
 """The undo data of one run: a copy of the arena bytes of each tensor that the rollback reads."""
 
 
-class Journal:
+class UndoLog:
     """The undo log of one plan on device number `number`, for runs that are rolled back together or not at all.
 
     After each run, the undo log saves the arena bytes that the restoring instructions of the program will read. Two
@@ -35,14 +35,14 @@ class Journal:
         self._bound, self._number, self._program = bound, number, bound.plan.lanes[number].program
         named = [(self._program.buffers[restore.dst[0].buffer].name, restore) for _, restore in self._program.undo]
         self._backs = [(name, restore) for name, restore in named if name not in staying]
-        self._whole = frozenset(name for name, restore in self._backs if _is_whole(restore))
+        self._whole = frozenset(name for name, restore in self._backs if _is_whole_state_restore(restore))
         self._is_crossed = any(
-            t.buffer not in (ARENA, restore.dst[0].buffer) for _, restore in self._backs for t in _read(restore)
+            t.buffer not in (ARENA_BUFFER, restore.dst[0].buffer) for _, restore in self._backs for t in _read(restore)
         )
         """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
-    def behind(self, earlier_logs: Iterable[Journal]) -> frozenset[str]:
+    def list_states_restored_by(self, earlier_logs: Iterable[UndoLog]) -> frozenset[str]:
         """List the states that the rollback of earlier runs restores completely, by the undo logs of these runs.
 
         This run saves nothing for these states. The list is empty if the rollback of one state reads another state.
@@ -52,16 +52,19 @@ class Journal:
             return frozenset()
         return frozenset().union(*(journal._whole for journal in before))
 
-    def save_undo_data(self, skipped_states: frozenset[str]) -> Saved:
+    def save_undo_data(self, skipped_states: frozenset[str]) -> UndoData:
         """Save the undo data of the run that has just ended, except for `skipped_states`."""
         if skipped_states not in self._views:
             saved = dict.fromkeys(
-                t for restore in self._but(skipped_states) for t in _read(restore) if t.buffer == ARENA
+                t
+                for restore in self._list_restores_except(skipped_states)
+                for t in _read(restore)
+                if t.buffer == ARENA_BUFFER
             )
             self._views[skipped_states] = {t: self._bound.view_tensor(self._number, t) for t in saved}
         return {t: np.array(view) for t, view in self._views[skipped_states].items()}
 
-    def undo(self, saved: Saved, skipped_states: frozenset[str]) -> None:
+    def roll_back_run(self, saved: UndoData, skipped_states: frozenset[str]) -> None:
         """Roll back one run with its undo data, after all later runs were rolled back.
 
         Args:
@@ -70,10 +73,10 @@ class Journal:
         """
         for t, array in saved.items():
             self._views[skipped_states][t][...] = array
-        restores = tuple(reversed(self._but(skipped_states)))
+        restores = tuple(reversed(self._list_restores_except(skipped_states)))
         self._bound.run_program(self._number, replace(self._program, instructions=restores, undo=()))
 
-    def _but(self, skipped_states: Container[str]) -> list[Instruction]:
+    def _list_restores_except(self, skipped_states: Container[str]) -> list[Instruction]:
         return [restore for name, restore in self._backs if name not in skipped_states]
 
 
@@ -81,6 +84,6 @@ def _read(restore: Instruction) -> list[Tensor]:
     return [t for t in restore.src if t is not None]
 
 
-def _is_whole(restore: Instruction) -> bool:
+def _is_whole_state_restore(restore: Instruction) -> bool:
     """Return whether a restoring instruction writes the whole state; such an instruction reads only the arena."""
-    return all(t.buffer == ARENA for t in _read(restore))
+    return all(t.buffer == ARENA_BUFFER for t in _read(restore))

@@ -14,7 +14,7 @@ from ..lowering.device_plan import find_collective_groups
 from .communicators import SingleDeviceComm, make_local_communicator_group
 
 
-class ClockEvent(Protocol):
+class VirtualClockEvent(Protocol):
     """One instruction on the virtual clock of a device, in seconds from the start of the run."""
 
     @property
@@ -31,11 +31,11 @@ class ClockEvent(Protocol):
 
 
 @runtime_checkable
-class ClockBackend(Protocol):
+class VirtualClockBackend(Protocol):
     """A backend with devices that keep a virtual clock, such as the null backend."""
 
     @property
-    def tracks(self) -> Mapping[str, Sequence[ClockEvent]]: ...
+    def tracks(self) -> Mapping[str, Sequence[VirtualClockEvent]]: ...
     def alloc(self, nbytes: int, on: Any) -> Any: ...
     def compile(self, program: Any, buffers: Any, on: Any, comm: Comm) -> Any: ...
 
@@ -44,7 +44,7 @@ class ClockBackend(Protocol):
 class SimulatedRun:
     """A simulated run: the instructions of each device with their times, and the peak bytes of each device."""
 
-    events_by_device: tuple[tuple[ClockEvent, ...], ...]
+    events_by_device: tuple[tuple[VirtualClockEvent, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property
@@ -71,14 +71,14 @@ class SimulatedRun:
         return "\n".join(lines)
 
 
-def simulate_run(plan: Plan, on: ClockBackend | None = None) -> SimulatedRun:
+def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> SimulatedRun:
     """Simulate one run of `plan` on virtual clocks: of its own devices, or of the backend `on`.
 
     Raises:
         PlanError: If there is a device without a virtual clock.
     """
     backends = [on if on is not None else device_plan.backend for device_plan in plan.lanes]
-    clocks = [b for b in backends if isinstance(b, ClockBackend)]
+    clocks = [b for b in backends if isinstance(b, VirtualClockBackend)]
     if len(clocks) < len(plan.lanes):
         raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
     communicator_group = make_local_communicator_group(

@@ -73,7 +73,7 @@ class LoadedWeightDigests:
         """Whether the bytes of this rank are checked, which means that their digests are compared with rank 0."""
         return self._world.rank in self._checked_ranks
 
-    def list_other_devices(self, layout: Layout) -> list[int]:
+    def list_checked_remote_devices(self, layout: Layout) -> list[int]:
         """List the remote devices with a checked part of a weight: rank 0 computes the digests of their parts.
 
         The list is empty on all other ranks.

@@ -34,7 +34,7 @@ from .program_data import (
     layout_to_data,
     program_from_data,
     program_to_data,
-    require_count,
+    require_nonnegative_integer,
     require_text,
 )
 
@@ -48,7 +48,7 @@ def plan_to_json(plan: Plan) -> str:
 
     Devices with equal programs share one program in the JSON.
     """
-    document = _executed_to_data(plan)
+    document = _executable_parts_to_data(plan)
     document["reasons"] = list(plan.reasons)
     document["placed"] = [asdict(placed) for placed in plan.placed]
     document["hardware"] = asdict(plan.hardware)
@@ -75,7 +75,7 @@ def compute_plan_digest(plan: Plan) -> str:
 
     Reasons, predictions and memory sizes are excluded.
     """
-    text = json.dumps(_executed_to_data(plan), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_executable_parts_to_data(plan), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -108,7 +108,7 @@ def _format_one_line(why: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _executed_to_data(plan: Plan) -> dict[str, Any]:
+def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
     """Convert the executable parts of a plan to plain data: graphs, programs, devices and layouts.
 
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
@@ -151,7 +151,7 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
     device_plans = []
     for entry in document["lanes"]:
         backend, device = _device_from_data(entry, document.get("machines", {}))
-        number = require_count(entry["program"])
+        number = require_nonnegative_integer(entry["program"])
         device_plans.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
@@ -159,16 +159,26 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
         MappingProxyType({name: layout_from_data(v) for name, v in document["leaves"].items()}),
         MappingProxyType({name: layout_from_data(v) for name, v in document["outputs"].items()}),
         frozenset(
-            (require_text(n), require_count(a), require_count(s), require_count(i)) for n, a, s, i in document["cuts"]
+            (
+                require_text(n),
+                require_nonnegative_integer(a),
+                require_nonnegative_integer(s),
+                require_nonnegative_integer(i),
+            )
+            for n, a, s, i in document["cuts"]
         ),
         tuple(map(require_text, document["reasons"])),
         _hardware_from_data(document["hardware"]),
         tuple(
-            PinnedNodes(require_count(p["device"]), require_text(p["because"]), tuple(map(require_text, p["nodes"])))
+            PinnedNodes(
+                require_nonnegative_integer(p["device"]),
+                require_text(p["because"]),
+                tuple(map(require_text, p["nodes"])),
+            )
             for p in document["placed"]
         ),
         None if document["host"] is None else _hardware_from_data(document["host"]),
-        tuple(map(_require_nonnegative, document["shares"])),
+        tuple(map(_require_nonnegative_number, document["shares"])),
         tuple(map(require_text, document["spare"])),
     )
 
@@ -180,12 +190,12 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
         entry: The entry of the device.
         machines: The data sheets of simulated device kinds that are not built in, by kind.
     """
-    kind, index = require_text(entry["kind"]), require_count(entry["index"])
+    kind, index = require_text(entry["kind"]), require_nonnegative_integer(entry["index"])
     if entry["backend"] == SIMULATED_BACKEND_NAME:
         absent = build_simulated_backend(kind, _machine_from_data(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
     backend, device = find_device(
-        str(Device(kind, index, part=require_count(entry["part"]) if "part" in entry else None))
+        str(Device(kind, index, part=require_nonnegative_integer(entry["part"]) if "part" in entry else None))
     )
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
@@ -194,31 +204,31 @@ def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> 
 
 def _machine_from_data(entry: Mapping[str, Any]) -> DataSheet:
     words: dict[str, Any] = {key: require_text(entry[key]) for key in ("link", "capability", "backend", "like")}
-    figures: dict[str, Any] = {key: _require_nonnegative(entry[key]) for key in ("flops", "bandwidth", "launch")}
-    return DataSheet(**words, **figures, memory=require_count(entry["memory"]))
+    figures: dict[str, Any] = {key: _require_nonnegative_number(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    return DataSheet(**words, **figures, memory=require_nonnegative_integer(entry["memory"]))
 
 
 def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
     figures: dict[str, Any] = {
-        key: _figures_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
+        key: _hardware_field_from_data(value) for key, value in entry.items() if key not in ("machine", "source")
     }
     source = require_text(entry.get("source", BUILT_IN_SOURCE))
-    hardware = Hardware(**figures, machine=require_count(entry.get("machine", 0)), source=source)
+    hardware = Hardware(**figures, machine=require_nonnegative_integer(entry.get("machine", 0)), source=source)
     if not hardware.is_valid:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
 
 
-def _figures_from_data(value: Any) -> Any:
+def _hardware_field_from_data(value: Any) -> Any:
     """Read a field of `Hardware` from plain data: one number, or one number for each op."""
     return (
-        {op: _require_nonnegative(speed) for op, speed in value.items()}
+        {op: _require_nonnegative_number(speed) for op, speed in value.items()}
         if isinstance(value, dict)
-        else _require_nonnegative(value)
+        else _require_nonnegative_number(value)
     )
 
 
-def _require_nonnegative(value: Any) -> float:
+def _require_nonnegative_number(value: Any) -> float:
     """Require that `value` is a finite number of at least 0, and return it: a time, a share, or a speed."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no finite number from zero on")
@@ -241,7 +251,7 @@ def _verify_plan_form(plan: Plan) -> None:
             done.add(id(device_plan.graph))
             if device_plan.graph.nodes:  # a device may have no work
                 verify(device_plan.graph)
-            _verify_stored_buffers(device_plan)
+            _verify_stored_specs(device_plan)
     _require_condition(
         set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves"
     )
@@ -262,7 +272,7 @@ def _require_condition(condition: bool, why: str) -> None:
         raise PlanError(f"not a plan in JSON: {why}")
 
 
-def _verify_stored_buffers(device_plan: Lane) -> None:
+def _verify_stored_specs(device_plan: Lane) -> None:
     """Verify the stored specs of buffers: the backend of this machine stores each leaf in the same way."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:

@@ -74,7 +74,7 @@ def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
             BufferSpec(
                 require_text(kind),
                 require_text(name),
-                require_count(nbytes),
+                require_nonnegative_integer(nbytes),
                 _spec_from_data(declared),
                 _spec_from_data(stored),
             )
@@ -83,7 +83,7 @@ def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
         tuple(_instruction_from_data(graph, *parts) for parts in entry["instructions"]),
         tensors(entry["inputs"]),
         tensors(entry["results"]),
-        tuple((require_count(at), _instruction_from_data(graph, *parts)) for at, parts in entry["undo"]),
+        tuple((require_nonnegative_integer(at), _instruction_from_data(graph, *parts)) for at, parts in entry["undo"]),
     )
 
 
@@ -110,8 +110,8 @@ def _tensor_from_data(value: Any) -> Tensor:
     if len(shape) != len(strides):
         raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
     return Tensor(
-        require_count(buffer),
-        require_count(offset),
+        require_nonnegative_integer(buffer),
+        require_nonnegative_integer(offset),
         _counts_from_data(shape),
         _counts_from_data(strides),
         DTYPE_BY_NAME[dtype],
@@ -131,7 +131,8 @@ def layout_from_data(value: Any) -> Layout:
             return PARTIAL
         case {"axis": axis, "runs": runs}:
             return Shard(
-                require_count(axis), tuple(tuple((_range_from_data(run)) for run in device) for device in runs)
+                require_nonnegative_integer(axis),
+                tuple(tuple((_range_from_data(run)) for run in device) for device in runs),
             )
         case {"devices": devices}:
             return Local(_counts_from_data(devices))
@@ -141,14 +142,14 @@ def layout_from_data(value: Any) -> Layout:
 
 def _range_from_data(value: Any) -> tuple[int, int]:
     offset, length = value
-    return require_count(offset), require_count(length)
+    return require_nonnegative_integer(offset), require_nonnegative_integer(length)
 
 
 def _counts_from_data(values: Any) -> tuple[int, ...]:
-    return tuple(map(require_count, values))
+    return tuple(map(require_nonnegative_integer, values))
 
 
-def require_count(value: Any) -> int:
+def require_nonnegative_integer(value: Any) -> int:
     """Require that `value` is an integer of at least 0, and return it. Raises `ValueError` for any other value."""
     if type(value) is not int or value < 0:  # False equals 0 in Python
         raise ValueError(f"{value!r:.60} is no count")

@@ -11,7 +11,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.movement.sharded_tables import estimate_busiest_device_entries
-from ..costs.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_storage_node
+from ..costs.hardware import STORED_LEAF_OPS, Estimate, Hardware, WorkCounter, find_memory_owner
 from .early_sums import find_partial_sums_to_reduce_early
 from .factor_layouts import FactorShard
 from .propagation import LayoutConversion, ShardingAssignment
@@ -108,7 +108,7 @@ class AssignmentCost:
             uncut = read + [v for v in node.results if not isinstance(layouts[v], FactorShard)]
             nbytes = _estimate_bytes_accessed_per_device(work.nbytes, uncut, max_share)
             stored_bytes = _estimate_bytes_accessed_per_device(
-                work.stored_bytes, [v for v in read if find_storage_node(v).op in STORED_LEAF_OPS], max_share
+                work.stored_bytes, [v for v in read if find_memory_owner(v).op in STORED_LEAF_OPS], max_share
             )
             work = work._replace(flops=work.flops * share, nbytes=nbytes, stored_bytes=stored_bytes)
         return self.hardware.compute_seconds(*work)
@@ -119,7 +119,7 @@ class AssignmentCost:
             return 0.0
         collective = choose_conversion_collective(conversion)
         if collective not in self._collective_seconds:
-            self._collective_seconds[collective] = self.hardware.estimate_collective(
+            self._collective_seconds[collective] = self.hardware.estimate_collective_cost(
                 *collective, range(self.device_count)
             ).seconds
         return self._collective_seconds[collective]

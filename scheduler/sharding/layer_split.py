@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph, assign_names, order_with_state_updates
+from ...graph.graph import Graph, assign_names, order_updates_after_operands
 from ...graph.node import Node, Value
 from ...ops.collectives import receive, send
 from ..costs.hardware import DEFAULT_HARDWARE, Hardware, WorkCounter
@@ -34,7 +34,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
         proportions: The proportion of each device; they need not add up to 1.
         excluded_nodes: Nodes with weights and states that do not count, because pins place them.
     """
-    nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
+    nodes = [n for n in order_updates_after_operands(graph) if not n.is_leaf]
     return _split_nodes_by_load(graph, nodes, _compute_first_read_leaf_bytes(nodes, excluded_nodes), proportions)
 
 
@@ -51,7 +51,7 @@ def compute_balanced_proportions(
     Returns:
         The proportion of stored bytes for each device.
     """
-    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], WorkCounter()
+    nodes, counts = [n for n in order_updates_after_operands(graph) if not n.is_leaf], WorkCounter()
     stored_bytes, seconds = (
         _compute_first_read_leaf_bytes(nodes),
         [hardware.compute_seconds(*counts.count_work(node)) for node in nodes],

@@ -103,7 +103,7 @@ class SequenceParallelChooser:
 
     def _estimate_collective_seconds(self, conversion: LayoutConversion) -> float:
         """Estimate the seconds of the collective of a layout conversion."""
-        return self.hardware.estimate_collective(
+        return self.hardware.estimate_collective_cost(
             *choose_conversion_collective(conversion), range(self.device_count)
         ).seconds
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ...backends.base import BufferSpec, Instruction, Program
-from ...graph.attrs import Attr, attribute_key
+from ...graph.attrs import Attr, make_attribute_key
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops.collectives import COLLECTIVES
@@ -82,7 +82,7 @@ def _is_equal_node(
     """Return whether two nodes have the same op, attributes, specs, and operands at the same positions."""
     if node.op != proven_node.op or node.specs != proven_node.specs or len(node.src) != len(proven_node.src):
         return False
-    if attribute_key(node.attrs) != attribute_key(proven_node.attrs) and (
+    if make_attribute_key(node.attrs) != make_attribute_key(proven_node.attrs) and (
         node.op not in COLLECTIVES
         or _remove_communication_attrs(node.attrs) != _remove_communication_attrs(proven_node.attrs)
     ):

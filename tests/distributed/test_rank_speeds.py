@@ -16,10 +16,10 @@ from hocket.graph import DType
 from hocket.scheduler import DEFAULT_HARDWARE
 from hocket.scheduler.costs import calibration_file
 from hocket.scheduler.costs.calibration_file import (
-    choose_default_hardware,
-    choose_hardware,
-    describe_calibrated_source,
-    format_group_key,
+    choose_calibrated_or_built_in_hardware,
+    describe_calibration_date,
+    format_saved_speeds_key,
+    scale_built_in_hardware,
     write_speeds,
 )
 from hocket.scheduler.costs.rank_speeds import agree_on_speeds
@@ -38,7 +38,7 @@ GRAPH = build_matmul_graph(DType.F32, 1, 8)
 def ranks_with(tmp_path, monkeypatch):
     """Return a runner of ``run(world)`` on each rank; each rank has a folder of its own with its saved speeds."""
     here = threading.local()
-    monkeypatch.setattr(calibration_file, "make_speeds_path", lambda: tmp_path / str(here.rank))
+    monkeypatch.setattr(calibration_file, "make_saved_speeds_path", lambda: tmp_path / str(here.rank))
 
     def run_all(saved, run, *, hosts=1):
         def one(world):
@@ -64,7 +64,7 @@ def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
 
 def make_saved_speeds(speeds, count=2):
     """Return the saved speeds of a machine for `count` devices at once."""
-    return None if speeds is None else {format_group_key(pair(range(count))): speeds}
+    return None if speeds is None else {format_saved_speeds_key(pair(range(count))): speeds}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
     hardware = ranks_with(
         saved, lambda world: agree_on_speeds(pair((0, 1, 2)), world).hardware_for_graph(GRAPH), hosts=2
     )
-    known = calibrated_hardware(saved[1][format_group_key(pair((1,)))])
+    known = calibrated_hardware(saved[1][format_saved_speeds_key(pair((1,)))])
     apart = {"link_bandwidth": DEFAULT_HARDWARE.across_bandwidth, "link_latency": DEFAULT_HARDWARE.across_latency}
     assert hardware == [replace(known, **apart)] * 3
 
@@ -116,7 +116,7 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
     def group(rank):
         return [(backend.with_threads(rank + 1), device) for backend, device in pair(name="cpu")]
 
-    saved = [{format_group_key(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
+    saved = [{format_saved_speeds_key(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW_SPEEDS))]
     assert saved[0].keys() != saved[1].keys()
     shared = ranks_with(saved, lambda world: agree_on_speeds(group(world.rank), world).slowest_speeds, hosts=2)
     assert shared == [SLOW_SPEEDS, SLOW_SPEEDS]
@@ -135,14 +135,16 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
 
 
 def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
-    monkeypatch.setattr(calibration_file, "make_speeds_path", lambda: tmp_path / "speeds")
+    monkeypatch.setattr(calibration_file, "make_saved_speeds_path", lambda: tmp_path / "speeds")
     group = [find_device("numpy:0"), find_device("numpy:1")]
-    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == choose_default_hardware(group)
-    write_speeds({format_group_key(group): QUICK})
-    calibrated_here = calibrated_hardware(QUICK, source=describe_calibrated_source())
+    assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == scale_built_in_hardware(group)
+    write_speeds({format_saved_speeds_key(group): QUICK})
+    calibrated_here = calibrated_hardware(QUICK, source=describe_calibration_date())
     assert (
         agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
-        == choose_hardware(GRAPH, group)
+        == choose_calibrated_or_built_in_hardware(GRAPH, group)
         == calibrated_here
     )
-    assert choose_hardware(GRAPH, pair()) == DEFAULT_HARDWARE, "ranks that do not talk plan the same"
+    assert choose_calibrated_or_built_in_hardware(GRAPH, pair()) == DEFAULT_HARDWARE, (
+        "ranks that do not talk plan the same"
+    )

@@ -14,12 +14,12 @@ from hocket.graph.storage.disk_cache import (
     REUSE_MARK_SECONDS,
     UNWRITABLE_FOLDER_MESSAGE,
     evict_oldest_files,
-    load_or_make,
     make_cache_path,
-    map_cached,
+    map_cached_file,
     read_cached,
+    read_cached_or_make,
     write_cached,
-    write_mappable,
+    write_mappable_file,
 )
 
 HOUR_SECONDS = 3600
@@ -51,7 +51,7 @@ def test_data_is_computed_once_for_each_key_and_again_for_a_damaged_file(folder:
         return b"data"
 
     def load() -> int:
-        assert [load_or_make(file, make) for file in (paths[0], paths[0], paths[1])] == [b"data"] * 3
+        assert [read_cached_or_make(file, make) for file in (paths[0], paths[0], paths[1])] == [b"data"] * 3
         return len(calls)
 
     assert load() == load() == 2
@@ -59,22 +59,22 @@ def test_data_is_computed_once_for_each_key_and_again_for_a_damaged_file(folder:
     for count, wrong in enumerate((b"", whole[:-1], whole + b"?", b"?" + whole[1:], paths[1].read_bytes()), 3):
         paths[0].write_bytes(wrong)
         assert load() == count
-    assert load_or_make(None, make) == b"data"
+    assert read_cached_or_make(None, make) == b"data"
 
 
 def test_a_mapped_file_has_its_data_and_a_note_or_counts_as_missing(folder: Path):
     file, other = folder / "packed" / "one", folder / "packed" / "other"
-    assert map_cached(file, 4) is None
+    assert map_cached_file(file, 4) is None
     for name, data in ((file, b"data"), (other, b"")):
-        write_mappable(name, memoryview(data), b"note", "test data", folder)
-        mapped = map_cached(name, len(data))
+        write_mappable_file(name, memoryview(data), b"note", "test data", folder)
+        mapped = map_cached_file(name, len(data))
         assert mapped is not None
         assert (mapped[0][: len(data)], mapped[1]) == (data, b"note")
-        assert map_cached(name, len(data) + 1) is None
+        assert map_cached_file(name, len(data) + 1) is None
     whole = file.read_bytes()
     for wrong in (b"", whole[:-1], whole[1:], whole + b"?", whole[:-1] + b"?", whole):
         other.write_bytes(wrong)  # the mapped file must not change
-        assert map_cached(other, 4) is None
+        assert map_cached_file(other, 4) is None
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left on device")])
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(
     monkeypatch.setattr(os, "replace", fail)
     for name in ("one", "two"):
         write_cached(folder / "plans" / name, b"data")
-        write_mappable(folder / "packed" / name, memoryview(b"data"), b"note", "test data", folder / "packed")
+        write_mappable_file(folder / "packed" / name, memoryview(b"data"), b"note", "test data", folder / "packed")
     assert caplog.messages == [
         UNWRITABLE_FOLDER_MESSAGE % (content, where, error.strerror)
         for content, where in (("kernels and plans", folder), ("test data", folder / "packed"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.graph.storage.files import PRIVATE, check_writable, replacing, write_text
+from hocket.graph.storage.files import PRIVATE, replacing, require_writable, write_text
 
 NOT_AS_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write any file")
 
@@ -76,7 +76,7 @@ def test_a_chain_of_links_is_followed(tmp_path: Path, is_there: bool) -> None:
         target.write_bytes(b"old")
     first.symlink_to("file")
     second.symlink_to("folder/first")
-    check_writable(second)
+    require_writable(second)
     assert target.exists() == is_there
     write_text(second, "new")
     assert (first.is_symlink(), second.is_symlink(), target.is_symlink()) == (True, True, False)
@@ -86,7 +86,7 @@ def test_a_chain_of_links_is_followed(tmp_path: Path, is_there: bool) -> None:
 def test_a_circle_of_links_is_an_error_that_names_the_path(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
-    for write in (check_writable, lambda path: write_text(path, "")):
+    for write in (require_writable, lambda path: write_text(path, "")):
         with pytest.raises(OSError, match="symbolic links") as caught:
             write(tmp_path / "one")
         assert caught.value.filename == str(tmp_path / "one")
@@ -96,7 +96,7 @@ def test_a_circle_of_links_is_an_error_that_names_the_path(tmp_path: Path) -> No
 def test_a_device_is_written_to_and_stays_one(tmp_path: Path) -> None:
     for minor, problem in ((3, None), (7, "No space left")):
         path = device(tmp_path / f"device{minor}", minor)
-        check_writable(path)
+        require_writable(path)
         if problem is None:
             write_text(path, "text")
         else:
@@ -110,7 +110,7 @@ def test_a_device_is_written_to_and_stays_one(tmp_path: Path) -> None:
 def test_a_pipe_is_checked_without_a_reader_and_written_to(tmp_path: Path) -> None:
     path, read = tmp_path / "pipe", list[bytes]()
     os.mkfifo(path)
-    check_writable(path)
+    require_writable(path)
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     reader.start()
     write_text(path, "text")
@@ -125,7 +125,7 @@ def test_a_pipe_that_only_a_descriptor_names_is_written_to(tmp_path: Path) -> No
         pytest.skip("this system has no /dev/fd")
     reading, writing = os.pipe()
     path = f"/dev/fd/{writing}"
-    check_writable(path)
+    require_writable(path)
     write_text(path, "text")
     os.close(writing)
     with open(reading, "rb") as file:
@@ -135,7 +135,7 @@ def test_a_pipe_that_only_a_descriptor_names_is_written_to(tmp_path: Path) -> No
 def test_an_error_names_the_path_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere/file")
     for path in (tmp_path / "nowhere" / "file", tmp_path / "link", tmp_path):
-        for write in (check_writable, lambda path: write_text(path, "")):
+        for write in (require_writable, lambda path: write_text(path, "")):
             with pytest.raises(OSError) as caught:
                 write(path)
             assert caught.value.filename == str(path)
@@ -154,7 +154,7 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     path.chmod(0o444)
-    for write in (check_writable, lambda path: write_text(path, "new")):
+    for write in (require_writable, lambda path: write_text(path, "new")):
         with pytest.raises(PermissionError) as caught:
             write(path)
         assert caught.value.filename == str(path)
@@ -165,8 +165,8 @@ def test_a_check_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     before = path.stat()
-    check_writable(path)
-    check_writable(tmp_path / "new")
+    require_writable(path)
+    require_writable(tmp_path / "new")
     assert path.stat().st_mtime_ns == before.st_mtime_ns
     assert os.listdir(tmp_path) == ["file"]
 

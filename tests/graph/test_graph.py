@@ -17,16 +17,16 @@ from hocket.graph import (
     Spec,
     Value,
     constant,
-    constant_array,
     format_graph,
     input,
-    list_problems,
+    list_rule_violations,
     make_spec,
     parse,
     replace_values,
     rewrite_graph,
     state,
     verify,
+    view_constant_array,
     weight,
 )
 from hocket.graph.graph_rules import GRAPH_RULES
@@ -162,7 +162,7 @@ def test_a_constant_keeps_shape_and_numbers(array, dtype):
     assert value.spec == Spec(np.shape(array), DType[dtype.upper()])
     again = parse(format_graph(Graph({"c": value}))).outputs["c"].node
     for one in (value.node, again):
-        back = constant_array(one)
+        back = view_constant_array(one)
         assert back.dtype == value.dtype.storage
         assert back.shape == np.shape(array)
         np.testing.assert_array_equal(back, array)
@@ -313,7 +313,7 @@ def test_a_graph_with_a_cycle_is_refused():
 def test_breaking_one_rule_gives_its_message(rule):
     assert rule.__doc__
     for graph, message in BROKEN[rule.__name__]:
-        faults = list_problems(graph, ops.OP_RULES)
+        faults = list_rule_violations(graph, ops.OP_RULES)
         assert any(message in why for why in faults), faults
         assert not [why for why in faults if "\n" in why]
         with pytest.raises(GraphError):
@@ -323,9 +323,9 @@ def test_breaking_one_rule_gives_its_message(rule):
 @pytest.mark.parametrize("rule", GRAPH_RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_of_graphs_needs_no_registry_and_is_alone_broken(rule):
     graph, message = BROKEN[rule.__name__][0]
-    (only,) = list_problems(graph)
+    (only,) = list_rule_violations(graph)
     assert message in only
-    assert not [why for other in GRAPH_RULES if other is not rule for why in list_problems(graph, [other])]
+    assert not [why for other in GRAPH_RULES if other is not rule for why in list_rule_violations(graph, [other])]
 
 
 def test_the_message_has_the_first_problem_and_the_number_of_others():

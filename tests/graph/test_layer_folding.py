@@ -10,8 +10,8 @@ from hocket.graph.layer_folding import (
     MAX_BLOCK_NODES,
     NodeBlock,
     RepeatedGroup,
+    find_adjacent_repetitions,
     find_layer_nodes,
-    find_repetitions,
     fold_layers,
     iterate_blocks,
 )
@@ -99,4 +99,4 @@ def test_a_graph_of_leaves_has_no_blocks():
 
 
 def test_repetitions_are_found_between_single_items():
-    assert list(find_repetitions("abbbcdcde")) == [(0, 1, 1), (1, 1, 3), (4, 2, 2), (8, 1, 1)]
+    assert list(find_adjacent_repetitions("abbbcdcde")) == [(0, 1, 1), (1, 1, 3), (4, 2, 2), (8, 1, 1)]

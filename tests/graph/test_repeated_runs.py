@@ -57,8 +57,8 @@ def test_a_short_graph_has_the_first_runs_and_what_is_around_them(times):
     assert [n.op for n in of.short_graph.nodes] == [
         n.op for at, n in enumerate(graph.nodes) if not runs.first_node_of(times) <= at < runs.first_node_of(runs.count)
     ]
-    assert of.name_in_repetition(of.short_graph.nodes[-1].name, runs.count, times) == graph.nodes[-1].name
-    assert of.name_in_repetition(f"{runs.start}.sum", 3, 0) == f"{graph.nodes[runs.first_node_of(3)].name}.sum"
+    assert of.deep_name_in_repetition(of.short_graph.nodes[-1].name, runs.count, times) == graph.nodes[-1].name
+    assert of.deep_name_in_repetition(f"{runs.start}.sum", 3, 0) == f"{graph.nodes[runs.first_node_of(3)].name}.sum"
     assert len(of.short_graph.updates) == 2 * (times + 1)
 
 

@@ -15,13 +15,13 @@ from hocket import ops
 from hocket.backends.base import find_devices
 from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
-from hocket.graph.layer_folding import find_repetitions
+from hocket.graph.layer_folding import find_adjacent_repetitions
 from hocket.scheduler import load, plan, plan_for_group
 from hocket.scheduler.costs.hardware import DEFAULT_HARDWARE
 from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 from hocket.scheduler.ir.formatting import format_devices
 from hocket.scheduler.planning.memory_fit import describe_memory_problem, list_memory_pools
-from hocket.scheduler.reports.plan_diff import diff_plans, group_names
+from hocket.scheduler.reports.plan_diff import diff_plans, group_names_that_differ_in_numbers
 from hocket.scheduler.serialisation.plan_json import plan_from_json, plan_to_json
 from hocket.scheduler.sharding.search.collapse_layers import collapse_repeated_layers
 
@@ -248,9 +248,9 @@ def test_the_predicted_time_of_a_plan_is_between_its_busiest_device_and_all_stag
 
 
 def test_repeats_are_found_and_nothing_is_lost():
-    assert list(find_repetitions("abcbcbcd")) == [(0, 1, 1), (1, 2, 3), (7, 1, 1)]
-    assert list(find_repetitions("aaaa")) == [(0, 1, 4)]
-    assert list(find_repetitions("")) == []
+    assert list(find_adjacent_repetitions("abcbcbcd")) == [(0, 1, 1), (1, 2, 3), (7, 1, 1)]
+    assert list(find_adjacent_repetitions("aaaa")) == [(0, 1, 4)]
+    assert list(find_adjacent_repetitions("")) == []
 
 
 def test_devices_in_a_row_are_listed_together():
@@ -320,7 +320,7 @@ def test_the_difference_names_layouts_collectives_memory_and_time():
 
 
 def test_names_of_layers_are_joined_in_one_range():
-    assert group_names(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
+    assert group_names_that_differ_in_numbers(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

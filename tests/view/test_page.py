@@ -13,7 +13,7 @@ from hocket.graph import Graph, input, weight
 from hocket.scheduler import parse_simulated_group, plan_for_group
 from hocket.view import view_graph, view_plan
 from hocket.view.graph_data import RESULT_FACTOR
-from hocket.view.page import escape_for_script
+from hocket.view.page import escape_json_for_script
 
 from ..given.graphs.pictured import PICTURED, vision_transformer
 from ..given.graphs.random_graphs import HOSTILE_NAMES
@@ -174,8 +174,8 @@ def test_a_hostile_name_is_data_and_nothing_else(name):
 
 def test_what_ends_a_script_or_a_line_of_one_is_escaped():
     text = json.dumps("</script>\u2028\u2029<!--\ud800", ensure_ascii=False)
-    assert escape_for_script(text) == '"\\u003c/script>\\u2028\\u2029\\u003c!--\\ud800"'
-    assert json.loads(escape_for_script(text)) == "</script>\u2028\u2029<!--\ud800"
+    assert escape_json_for_script(text) == '"\\u003c/script>\\u2028\\u2029\\u003c!--\\ud800"'
+    assert json.loads(escape_json_for_script(text)) == "</script>\u2028\u2029<!--\ud800"
 
 
 def test_a_page_asks_no_network_for_anything(plan):

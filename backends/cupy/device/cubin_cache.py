@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Protocol
 
-from ....graph.storage.disk_cache import load_or_make, make_cache_path
+from ....graph.storage.disk_cache import make_cache_path, read_cached_or_make
 from ...compile_log import log_compilation
 from . import nvrtc
 from .driver import KernelSource
@@ -61,5 +61,5 @@ def load_or_compile_cubin(
         return json.dumps(dict(compiled.mangled_names)).encode() + b"\n" + compiled.image
 
     file = make_cache_path("cubins", source.text, source.names, arch, compiler.version(), compiler.OPTIONS)
-    names, image = load_or_make(file, compile_source).split(b"\n", 1)
+    names, image = read_cached_or_make(file, compile_source).split(b"\n", 1)
     return image, json.loads(names)

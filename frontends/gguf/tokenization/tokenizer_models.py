@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.storage.disk_cache import load_or_make, make_cache_path
+from ....graph.storage.disk_cache import make_cache_path, read_cached_or_make
 from ..metadata import MetadataArray
 from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
 from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
@@ -212,7 +212,7 @@ class TokenizerModelCache:
     @cached_property
     def _cached_merges(self) -> npt.NDArray[np.int32]:
         """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
-        merges = load_or_make(
+        merges = read_cached_or_make(
             self._find_merges_cache_file(), lambda: read_merges(self._metadata, self._token_ids).tobytes()
         )
         return np.frombuffer(merges, np.int32).reshape(-1, 3)

@@ -13,9 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....graph.attrs import attribute_key
-from ....graph.graph import Graph, order_with_state_updates
-from ....graph.layer_folding import LONG_LIVED_SHARE, find_live_spans, find_repetitions
+from ....graph.attrs import make_attribute_key
+from ....graph.graph import Graph, order_updates_after_operands
+from ....graph.layer_folding import LONG_LIVED_SHARE, find_adjacent_repetitions, find_live_spans
 from ....graph.node import Node, Value
 
 
@@ -53,13 +53,13 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     of a sum over devices depends on the successor.
     """
     nodes = [
-        n for n in order_with_state_updates(graph) if not n.is_leaf
+        n for n in order_updates_after_operands(graph) if not n.is_leaf
     ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
     sections = _split_at_single_crossing_values(nodes, spans, lasting)
     groups: list[list[_LayerSection]] = []
-    for start, length, times in find_repetitions(
+    for start, length, times in find_adjacent_repetitions(
         [_make_section_equality_key(graph, section, lasting) for section in sections]
     ):
         last = start + length * (times - 1)
@@ -113,7 +113,7 @@ def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: fr
         return (number[value.node], value.index) if value.node in number else value
 
     lines = [
-        (n.op, tuple(map(ref, n.src)), attribute_key(n.attrs), n.specs, tuple(outputs.get(v) for v in n.results))
+        (n.op, tuple(map(ref, n.src)), make_attribute_key(n.attrs), n.specs, tuple(outputs.get(v) for v in n.results))
         for n in section.nodes
     ]
     lasting_values = tuple(v for n in section.nodes for v in n.results if v in lasting)

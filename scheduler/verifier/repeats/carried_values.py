@@ -142,6 +142,6 @@ class CarriedValueTrace(ValueTrace):
         """
         at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)
-        if there == PREAMBLE and self.short_repetitions.position_if_carried(at, 0) is None:
+        if there == PREAMBLE and self.short_repetitions.find_carried_position(at, 0) is None:
             return at, index, -1
         return at - self.short_repetitions.first_node_of(there), index, repetition - there

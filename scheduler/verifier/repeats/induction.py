@@ -164,13 +164,13 @@ def _find_short_node_read_by(
     if there == reader_repetition:
         return source_number - (reader_repetition - reader_kind) * length
     carried = (
-        shortened.deep_repetitions.position_if_carried(source_number, reader_repetition)
+        shortened.deep_repetitions.find_carried_position(source_number, reader_repetition)
         if reader_repetition != PREAMBLE
         else None
     )
     if carried is not None and there == reader_repetition - 1:
         return shortened.short_repetitions.first_node_of(reader_kind - 1) + carried
-    lasts = there == PREAMBLE and shortened.deep_repetitions.position_if_carried(source_number, 0) is None
+    lasts = there == PREAMBLE and shortened.deep_repetitions.find_carried_position(source_number, 0) is None
     return source_number if lasts else None
 
 
@@ -191,7 +191,7 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
         return found
 
     long, short = changes(shortened.deep_graph), changes(shortened.short_graph)
-    for run in {*long, *(r for r, kind in shortened.repetitions_with_kind if kind in short)}:
+    for run in {*long, *(r for r, kind in shortened.deep_and_short_repetitions if kind in short)}:
         if long[run] != short[_find_short_repetition(shortened, run)]:
             yield f"states of repetition {run} change differently from those of its kind"
     if shortened.deep_graph.outputs.keys() != shortened.short_graph.outputs.keys():

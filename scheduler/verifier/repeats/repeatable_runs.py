@@ -37,7 +37,7 @@ class RepetitionsOfDeviceGraph:
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.graph, self.shortened_graph = graph, shortened
-        self.kind_by_node = shortened.kind_by_node(graph)
+        self.kind_by_node = shortened.short_repetition_by_node(graph)
         read = {
             self.find_carried_value_key(s.node, self.kind_by_node[node]) for node in graph.nodes for s in node.inputs
         } - {None}
@@ -59,7 +59,7 @@ class RepetitionsOfDeviceGraph:
         ):
             return None
         number, ending = split_numbered_name(node.name)
-        place = self.shortened_graph.short_repetitions.position_if_carried(number, reader_repetition)
+        place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
         return None if place is None else (place, ending)
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
@@ -109,7 +109,8 @@ class RepetitionsOfDeviceGraph:
     def _is_read_by_first_repetition(self, node: Node) -> bool:
         """Return whether the first repetition reads this node's value in place of a value of a repetition before it."""
         return (
-            self.shortened_graph.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
+            self.shortened_graph.short_repetitions.find_carried_position(split_numbered_name(node.name)[0], 0)
+            is not None
         )
 
 
@@ -141,10 +142,15 @@ class _RepetitionCheck:
         )
         nodes = repetitions.graph.nodes
         self.kind_by_instruction = [
-            repetitions.kind_by_node[nodes[i.index]] if i.index >= 0 else self.shortened_graph.kind_of_name(i.node)
+            repetitions.kind_by_node[nodes[i.index]]
+            if i.index >= 0
+            else self.shortened_graph.short_repetition_of_name(i.node)
             for i in program.instructions
         ]
-        self.kind_by_buffer = [PREAMBLE, *(self.shortened_graph.kind_of_name(b.name) for b in program.buffers[1:])]
+        self.kind_by_buffer = [
+            PREAMBLE,
+            *(self.shortened_graph.short_repetition_of_name(b.name) for b in program.buffers[1:]),
+        ]
         self.tensor_by_value: dict[Value, Tensor] = {v: program.inputs[v.node.name] for v in repetitions.graph.inputs}
         for i in program.instructions:
             if i.index >= 0:

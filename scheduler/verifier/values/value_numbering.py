@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from ....graph.attrs import attribute_key
+from ....graph.attrs import make_attribute_key
 from ....graph.graph import Graph
 from ....graph.node import Node, Value
 from .facts import Fact
@@ -66,7 +66,7 @@ class ValueNumbering:
         if node.op == "cont":
             return (self.number_by_value[node.inputs[0]],)
         sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
-        key = (node.op, attribute_key(node.attrs), sources, node.specs, node.name if node.is_leaf else "")
+        key = (node.op, make_attribute_key(node.attrs), sources, node.specs, node.name if node.is_leaf else "")
         if key not in self._numbers_by_key:
             numbers = tuple(range(len(self.value_by_number), len(self.value_by_number) + len(node.specs)))
             self._numbers_by_key[key] = numbers

@@ -10,7 +10,7 @@ import pytest
 import hocket
 from hocket.backends.base import find_devices
 from hocket.scheduler import plan_for_group
-from hocket.scheduler.reports.weight_balance import find_imbalance
+from hocket.scheduler.reports.weight_balance import find_weight_imbalance
 
 from ...given.tensors import nmse
 
@@ -144,7 +144,7 @@ def test_layers_have_no_more_collectives_than_the_plan_of_transformers_and_share
             sum(v.spec.nbytes for v in graph.weights) / count,
         )
         if max(abs(n - share) for n in weight_bytes) > 0.02 * share:
-            reported = find_imbalance(plan)
+            reported = find_weight_imbalance(plan)
             assert list(reported.stored_bytes) == weight_bytes
             assert sum(cause.excess_bytes for cause in reported.causes) == pytest.approx(max(weight_bytes) - share)
             assert all(line in plan.explain() for line in reported.format_lines())

@@ -13,7 +13,7 @@ import numpy as np
 
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, StepError
-from hocket.graph.node import constant_array
+from hocket.graph.node import view_constant_array
 from hocket.ops import REGISTRY
 from hocket.ops.quantisation import dequantise
 from hocket.scheduler import Executor, Plan, Store
@@ -65,7 +65,7 @@ def _evaluate_references(graph: Graph, values: Mapping[str, Any], states: Mappin
         for node in graph.nodes:
             if node.is_leaf:
                 dtype = node.specs[0].dtype
-                array = constant_array(node) if node.op == "constant" else {**values, **states}[node.name]
+                array = view_constant_array(node) if node.op == "constant" else {**values, **states}[node.name]
                 if node.op == "weight":
                     array = as_file_bytes(array, dtype)
                     array = (

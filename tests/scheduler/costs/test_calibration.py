@@ -26,24 +26,24 @@ from hocket.scheduler import DEFAULT_HARDWARE, plan_for_group, plan_with_cache
 from hocket.scheduler.costs.calibration_file import (
     Speeds,
     _warn_of_unusable_file,
-    choose_default_hardware,
-    choose_hardware,
+    choose_calibrated_or_built_in_hardware,
     describe_speed_source,
-    format_group_key,
-    make_speeds_path,
+    format_saved_speeds_key,
+    make_saved_speeds_path,
     read_speeds,
+    scale_built_in_hardware,
     write_speeds,
 )
-from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_storage_node
+from hocket.scheduler.costs.hardware import FULL_UNPACK_ROWS, Hardware, WorkCounter, find_memory_owner
 from hocket.scheduler.measurement.calibrate import ConcurrentTimer, compute_trimmed_mean, measure_speeds
 from hocket.scheduler.measurement.probe_graphs import (
     CHAIN_STEPS,
     PROMPT_ROWS,
     build_decode_attention_graph,
+    build_delta_rule_graph,
     build_launch_chain_graph,
     build_matmul_graph,
     build_prefill_attention_graph,
-    build_recurrence_graph,
 )
 from hocket.scheduler.reports.measured_steps import MeasuredPlan, MeasuredStep
 
@@ -66,12 +66,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plans_use_the_saved_speeds_of_their_devices():
     graph, group = build_matmul_graph(DType.Q8_0, 1, 1), resolve_devices(ONE_DEVICE)
     assert plan_with_cache(graph, group).hardware == DEFAULT_HARDWARE
-    write_speeds({format_group_key(group): SPEEDS})
+    write_speeds({format_saved_speeds_key(group): SPEEDS})
     plan = plan_with_cache(graph, group)
     assert (plan.hardware.bandwidth, plan.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (plan.hardware.launch, plan.hardware.link_bandwidth, plan.hardware.link_latency) == (3e-6, 5e9, 7e-6)
     others = resolve_devices(DeviceGroup(devices=("cpu:0", "cpu:1")))
-    assert choose_hardware(graph, others).source == "built in", "two at once have other speeds than one"
+    assert choose_calibrated_or_built_in_hardware(graph, others).source == "built in", (
+        "two at once have other speeds than one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processor
     group = [
         (find_device("cpu:0")[0].with_threads(count), find_device(f"cpu:{i}")[1]) for i, count in enumerate(threads)
     ]
-    hardware = choose_default_hardware(group)
+    hardware = scale_built_in_hardware(group)
     assert (hardware.flops, hardware.bandwidth) == pytest.approx(
         (share * DEFAULT_HARDWARE.flops, share * DEFAULT_HARDWARE.bandwidth)
     )
@@ -95,7 +97,9 @@ def test_two_virtual_devices_are_not_predicted_faster_than_one():
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
         group, graph = resolve_devices(DeviceGroup(devices=devices)), build_prefill_attention_graph()
         for mode in ("auto", "tensor", "layer"):
-            plan = plan_for_group(graph, group, split_mode=mode, hardware=choose_hardware(graph, group))
+            plan = plan_for_group(
+                graph, group, split_mode=mode, hardware=choose_calibrated_or_built_in_hardware(graph, group)
+            )
             seconds.append(plan.cost.total)
             assert seconds[0] <= seconds[-1] * (1 + 1e-9), (devices, mode)
 
@@ -107,7 +111,7 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
     )
     for graph, times in (
         (build_prefill_attention_graph(), 10),
-        (build_recurrence_graph(), 20),
+        (build_delta_rule_graph(), 20),
         (build_matmul_graph(DType.F32, 1, 8), 1),
     ):
         first, second = (plan_for_group(graph, [find_device("numpy:0")], hardware=h).cost.total for h in (quick, slow))
@@ -117,8 +121,8 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
 def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
     assert describe_speed_source(DEFAULT_HARDWARE) == "built in; hocket calibrate measures them"
     group = resolve_devices(ONE_DEVICE)
-    document = json.loads(read_cached(write_speeds({format_group_key(group): SPEEDS})) or b"")
-    write_cached(make_speeds_path(), json.dumps({**document, "date": "1971-01-02"}).encode())
+    document = json.loads(read_cached(write_speeds({format_saved_speeds_key(group): SPEEDS})) or b"")
+    write_cached(make_saved_speeds_path(), json.dumps({**document, "date": "1971-01-02"}).encode())
     assert main(["plan", TINY]) == 0
     out = capsys.readouterr().out
     assert "speeds: calibrated 1971-01-02\n" in out
@@ -162,12 +166,12 @@ IMPOSSIBLE = (
 @pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
     graph, group = build_launch_chain_graph(64), resolve_devices(ONE_DEVICE)
-    write_speeds({format_group_key(group): SPEEDS})
-    assert read_speeds(make_speeds_path()) == {format_group_key(group): SPEEDS}
-    spoil(make_speeds_path())
+    write_speeds({format_saved_speeds_key(group): SPEEDS})
+    assert read_speeds(make_saved_speeds_path()) == {format_saved_speeds_key(group): SPEEDS}
+    spoil(make_saved_speeds_path())
     with caplog.at_level(logging.WARNING, "hocket.kernels"):
-        assert choose_hardware(graph, group) == DEFAULT_HARDWARE
-        assert choose_hardware(graph, group) == DEFAULT_HARDWARE
+        assert choose_calibrated_or_built_in_hardware(graph, group) == DEFAULT_HARDWARE
+        assert choose_calibrated_or_built_in_hardware(graph, group) == DEFAULT_HARDWARE
     (line,) = caplog.messages
     assert "hocket calibrate" in line
 
@@ -305,8 +309,8 @@ def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
     cache, ids = state("cache", (64, 8)), constant("ids", np.arange(2, dtype=np.int32))
     new = set_rows(cache, input("rows", (2, 8)), ids)
     new_heads = reshape(new, shape=(64, 8, 1))
-    assert find_storage_node(new_heads) is cache.node
-    assert find_storage_node(input("rows", (2, 8))).op == "input"
+    assert find_memory_owner(new_heads) is cache.node
+    assert find_memory_owner(input("rows", (2, 8))).op == "input"
     read, other = add(new_heads, new_heads).node, add(input("x", (64, 8)), input("x", (64, 8))).node
     assert WorkCounter().count_work(read).stored_bytes == 2 * cache.spec.nbytes
     assert WorkCounter().count_work(other).stored_bytes == 0
@@ -365,8 +369,8 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
     group = [find_device("numpy:0"), find_device("numpy:1")]
     speeds = measure_speeds(group, clock, kinds=(DType.F32,), rounds=1)
     assert (speeds.alone_flops, speeds.alone_bandwidth) == pytest.approx((2.0, 3.0), rel=0.05)
-    write_speeds({format_group_key(group): speeds})
-    hardware = choose_hardware(build_matmul_graph(DType.F32, 1, 1), group)
+    write_speeds({format_saved_speeds_key(group): speeds})
+    hardware = choose_calibrated_or_built_in_hardware(build_matmul_graph(DType.F32, 1, 1), group)
     assert (hardware.alone_flops, hardware.alone_bandwidth) == (speeds.alone_flops, speeds.alone_bandwidth)
     assert hardware.solo_hardware.bandwidth == pytest.approx(KNOWN.bandwidth, rel=0.05)
 
@@ -377,8 +381,8 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     out, err = capsys.readouterr()
     assert "q8_0  a vector   10.0 GB/s, in caches   30.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
     assert "of weights that each token reads caches hold 80% of 100 MB, 20% of 200 MB" in out
-    assert str(make_speeds_path()) in err
-    known = read_speeds(make_speeds_path())
+    assert str(make_saved_speeds_path()) in err
+    known = read_speeds(make_saved_speeds_path())
     assert known is not None
     assert list(known.values()) == [CACHE_SPEEDS] * len(known)
 

@@ -10,7 +10,7 @@ from hocket.backends.base import find_device
 from hocket.graph import DType
 from hocket.scheduler import plan_for_group
 from hocket.scheduler.costs.hardware import Hardware
-from hocket.scheduler.costs.timeline import COMPUTE, TimelineEntry, is_sequential
+from hocket.scheduler.costs.timeline import COMPUTE, TimelineEntry, is_timeline_sequential
 from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
 from hocket.scheduler.pipelining.stage_times import estimate_pipeline_speedup
 from hocket.scheduler.planning.workload import Workload
@@ -62,9 +62,9 @@ def test_devices_that_work_at_once_are_not_alone():
 
     reduction = TimelineEntry("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
     send = replace(reduction, op="send")
-    assert is_sequential([*make_stages((0,)), send, *make_stages((1,))], 2)
-    assert not is_sequential([*make_stages((0, 1)), reduction, *make_stages((0, 1))], 2)
-    assert not is_sequential(make_stages((0,), (1,)), 2)
+    assert is_timeline_sequential([*make_stages((0,)), send, *make_stages((1,))], 2)
+    assert not is_timeline_sequential([*make_stages((0, 1)), reduction, *make_stages((0, 1))], 2)
+    assert not is_timeline_sequential(make_stages((0,), (1,)), 2)
     graph = build_matmul_graph(DType.F32, 4, 1)
     plan = plan_for_group(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
     assert plan.cost == plan_for_group(graph, GROUP, hardware=SHARED, split_mode="tensor").cost

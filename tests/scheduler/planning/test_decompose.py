@@ -11,7 +11,7 @@ from hocket.frontends.open_model import open_model
 from hocket.graph import Node
 from hocket.graph.errors import PlanError
 from hocket.scheduler import load, plan_for_group
-from hocket.scheduler.planning.decompose import decompose_unsupported
+from hocket.scheduler.planning.decompose import decompose_unsupported_ops
 
 from ...given.models.goldens import golden, nmse, path_of
 
@@ -46,7 +46,9 @@ def test_a_model_runs_on_devices_without_fused_ops(name: str, tokens: int, devic
 def test_what_one_device_runs_stays_as_it_is() -> None:
     graph = open_model(path_of("qwen35")).graph(Step(1, 1, 8, 8, 1))
     able, lacking = ReferenceBackend(), Lacking(FUSED)
-    assert decompose_unsupported(graph, [(lacking, Device("reference", 0)), (able, Device("reference", 1))]) is graph
+    assert (
+        decompose_unsupported_ops(graph, [(lacking, Device("reference", 0)), (able, Device("reference", 1))]) is graph
+    )
 
 
 def test_an_op_whose_parts_are_missing_too_is_refused_by_its_own_name() -> None:

@@ -21,9 +21,9 @@ from hocket.scheduler.costs.simulated_devices import parse_simulated_group
 from hocket.scheduler.lowering.lower import lower_graph
 from hocket.scheduler.reports.pass_dumps import (
     format_device_graphs,
-    format_factors,
+    format_factor_tables,
     format_layouts,
-    format_memory,
+    format_memory_map,
     format_program,
 )
 from hocket.scheduler.sharding.factors import Factors
@@ -65,7 +65,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     backend, device = simulation.group[0]
     yield "1-built", format_graph(graph)
     factors = Factors(graph)
-    yield "2-factors", format_factors(factors)
+    yield "2-factors", format_factor_tables(factors)
     chosen = FactorSearch(graph, factors).choose_factors(2, simulation.hardware, eager=True).factors
     sharded = partition_graph(graph, factors, propagate_layouts(graph, factors, chosen), ShardRanges([1, 1]))
     yield "3-sharded", format_layouts(sharded.leaves, sharded.outputs) + "\n\n" + format_device_graphs(sharded.graphs)
@@ -73,7 +73,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     yield "4-placed", format_layouts(placed.leaves, placed.outputs) + "\n\n" + format_device_graphs(placed.graphs)
     lowered, program = lower_graph(sharded.graphs[0], backend, device)
     yield "5-lowered", changes(sharded.graphs[0], lowered)
-    yield "6-memory", format_memory(program)
+    yield "6-memory", format_memory_map(program)
     yield "7-program", format_program(program)
 
 
@@ -131,7 +131,7 @@ def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_program
     simulation = parse_simulated_group("cpu:1")
     plan = plan_for_group(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
     program = plan.lanes[0].program
-    map_lines = format_memory(program).splitlines()
+    map_lines = format_memory_map(program).splitlines()
     steps = len(program.instructions)
     assert map_lines[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
     bars = [line.split()[2] for line in map_lines[2 : map_lines.index("")]]

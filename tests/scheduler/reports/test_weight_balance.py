@@ -10,7 +10,7 @@ from hocket.graph import Graph, input, weight
 from hocket.scheduler import plan, plan_for_group
 from hocket.scheduler.ir.formatting import format_bytes
 from hocket.scheduler.ir.layout import Local, Replicate, Shard
-from hocket.scheduler.reports.weight_balance import BALANCE_TOLERANCE, find_imbalance
+from hocket.scheduler.reports.weight_balance import BALANCE_TOLERANCE, find_weight_imbalance
 
 from ...given.models.goldens import decode_graph
 
@@ -42,7 +42,7 @@ def plan_sharded(graph, **options):
 def test_each_device_has_its_share_or_a_reason_is_reported_to_the_byte(name, split_mode, devices):
     new_plan = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
     weight_bytes = [device_plan.memory()["weight"] for device_plan in new_plan.lanes]
-    reported, share = find_imbalance(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
+    reported, share = find_weight_imbalance(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
     if reported is None:
         assert all(abs(n - share) <= BALANCE_TOLERANCE * share for n in weight_bytes)
         return
@@ -80,5 +80,8 @@ def test_shares_that_were_asked_for_count_as_even():
 
 
 def test_nothing_is_reported_where_there_is_nothing_to_share():
-    assert find_imbalance(plan(layer(), "cpu:0")) is None
-    assert find_imbalance(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor")) is None
+    assert find_weight_imbalance(plan(layer(), "cpu:0")) is None
+    assert (
+        find_weight_imbalance(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor"))
+        is None
+    )

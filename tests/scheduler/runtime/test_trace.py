@@ -17,7 +17,7 @@ from hocket.ops.collectives import find_collective_sequence_number
 from hocket.scheduler import load, plan_for_group
 from hocket.scheduler.reports.measured_steps import read_measurements
 from hocket.scheduler.reports.pass_dumps import compute_memory_by_step
-from hocket.scheduler.reports.perfetto_trace import format_trace
+from hocket.scheduler.reports.perfetto_trace import format_chrome_trace
 
 from ...given.browser import browser
 from ...given.devices.emulation import needs_compiler
@@ -198,6 +198,6 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
 
 def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
     _, trace = run_with_trace("reference", "tensor")
-    text = "".join(format_trace(trace))
+    text = "".join(format_chrome_trace(trace))
     with browser(tmp_path / "profile") as page, pytest.raises(ValueError, match="Invalid number"):
         run_queries(page, text.replace('"dur": ', '"dur": x').encode(), [])
