@@ -122,7 +122,7 @@ def _find_host_cpu_cache_file() -> Path | None:
 
 
 def list_runnable_targets() -> tuple[Target, ...]:
-    """Return the targets whose precompiled kernels this processor can run, the compile target first."""
+    """Return the targets of the precompiled kernels that this processor can run, the compile target first."""
     mine = find_compile_target()
     others = (t for t in PRECOMPILED_TARGETS if sys.platform == "linux" and t != mine and t.can_run_on(mine))
     return (mine, *others)
