@@ -180,7 +180,7 @@ def compute_instruction_costs(
         device_plan = device_plans[number]
         key = (type(device_plan.backend), device_plan.device.kind, make_program_key(device_plan.program))
         if key not in uses:
-            uses[key] = device_plan.kernel_use()
+            uses[key] = device_plan.find_kernel_use()
         prices.append(
             InstructionCosts(device_plan, speeds[number], unsharded_bytes, counts, number, groups[number], uses[key])
         )
