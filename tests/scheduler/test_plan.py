@@ -423,8 +423,11 @@ def test_a_file_that_is_no_plan_costs_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("lanes", "device_plans"), ("cuts", "sharded_factors"), ("placed", "pinned_nodes"), ("spare", "unused_devices")]
-    + [("prices", "instruction_costs"), ("stages", "timeline"), ("together", "pipelined_timeline")],
+    [
+        *(("lanes", "device_plans"), ("cuts", "sharded_factors"), ("placed", "pinned_nodes")),
+        *(("spare", "unused_devices"), ("prices", "instruction_costs"), ("stages", "timeline")),
+        ("together", "pipelined_timeline"),
+    ],
 )
 def test_an_old_name_warns_and_gives_the_attribute_with_the_new_name(old: str, new: str):
     x = input("x", (4,))

@@ -150,7 +150,7 @@ def test_a_node_names_its_kernel_and_where_that_is_written():
     name, place, text = page_content["kernels"][number]
     assert (name, together) == ("reductions.softmax", 1)
     file, line = place.split(":")
-    assert file == "hocket/backends/cpu/kernels/reductions.py"
+    assert file == "hocket/backends/cpu/kernels/rows/reductions.py"
     assert text.splitlines()[0].startswith("@")
     assert int(line) > 1
 

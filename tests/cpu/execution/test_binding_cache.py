@@ -97,7 +97,7 @@ def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch
     arguments = [lambda names: None]
     assert np.array_equal(compute_outputs(1), whole)
     assert not arguments
-    assert compiler.find_cached_kernel_addresses(["rows.no_such_kernel"]) is None
+    assert compiler.find_cached_kernel_addresses(["elementwise.no_such_kernel"]) is None
 
 
 def test_what_is_read_is_what_was_written(folder: Path):

@@ -95,7 +95,7 @@ def test_a_delta_layer_is_one_row_of_fused_kernels_wherever_its_states_are_saved
     decode = kernels[-1]
     layers = decode.count("short_convolution.heads.l2_norm_added")
     assert layers > 0
-    assert sum(n.startswith("recurrent.delta_net") for n in decode) == layers
+    assert sum(n.startswith("gated_delta_net.advance") for n in decode) == layers
     assert "NumPy" not in decode
 
 
