@@ -431,6 +431,6 @@ def test_a_file_that_is_no_plan_costs_one_line(tmp_path, capsys):
 )
 def test_an_old_name_warns_and_gives_the_attribute_with_the_new_name(old: str, new: str):
     x = input("x", (4,))
-    made = plan(Graph({"y": ops.silu(x)}), "numpy:0")
+    tiny_plan = plan(Graph({"y": ops.silu(x)}), "numpy:0")
     with pytest.warns(DeprecationWarning, match=f"Plan.{old} is now called {new}"):
-        assert getattr(made, old) is getattr(made, new)
+        assert getattr(tiny_plan, old) is getattr(tiny_plan, new)
