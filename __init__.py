@@ -5,8 +5,11 @@ the plan with weights, and `run` it with inputs. `Model` runs a GGUF language mo
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .moved_modules import MovedModuleFinder
 
 if TYPE_CHECKING:
     from . import graph as graph
@@ -74,6 +77,8 @@ A command thus imports only the modules that it needs, and none before it has co
 """
 
 
+sys.meta_path.append(MovedModuleFinder())
+
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
     from .distributed.presence import create_rank_note
 
@@ -94,5 +99,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(
-        {*globals(), *LAZY_NAMES} - {"Any", "LAZY_NAMES", "TYPE_CHECKING", "import_module", "create_rank_note", "os"}
+        {*globals(), *LAZY_NAMES}
+        - {"Any", "LAZY_NAMES", "TYPE_CHECKING", "import_module", "create_rank_note", "os", "sys", "MovedModuleFinder"}
     )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load_backend
 from ...backends.capabilities import (
@@ -29,6 +29,7 @@ from ...backends.capabilities import (
 from ...graph import Graph
 from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
+from ...graph.old_names import make_module_getattr
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, validate_arguments
 from .device_catalogue import CATALOGUE, DATA_SHEETS, Catalogue, DataSheet
@@ -383,3 +384,7 @@ def _describe_wrong_machine_text(text: str, part: str, known: Catalogue) -> str:
         f"{MAX_SIMULATED_DEVICES} devices at most; kinds: {', '.join(known.data_sheets)}; "
         f"links: {', '.join(known.links)}"
     )
+
+
+if not TYPE_CHECKING:
+    __getattr__ = make_module_getattr(globals(), simulate="parse_simulated_group")
