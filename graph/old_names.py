@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 
@@ -26,6 +27,27 @@ def make_module_getattr(namespace: Mapping[str, Any], **new_names: str) -> Calla
         return namespace[new_names[name]]
 
     return find_by_old_name
+
+
+def make_package_getattr(package: str, **modules: str) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a package that was a module, for definitions that are in another module now.
+
+    Args:
+        package: The full name of the package.
+        **modules: The full name of the module that has a definition, by the name of the definition.
+
+    Returns:
+        A function that warns with `DeprecationWarning` for these definitions, and raises `AttributeError` for any other
+        name.
+    """
+
+    def find_in_new_module(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warn_of_old_name(package, name, f"{modules[name]}.{name}")
+        return getattr(import_module(modules[name]), name)
+
+    return find_in_new_module
 
 
 def warn_of_old_name(module: str, old: str, new: str) -> None:

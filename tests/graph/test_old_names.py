@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 import hocket.backends.base
@@ -30,3 +32,17 @@ def test_every_old_name_stands_for_a_definition():
 def test_every_old_export_of_the_scheduler_is_there(old):
     with pytest.warns(DeprecationWarning, match="is now called"):
         assert getattr(hocket.scheduler, old) is not None
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("hocket.backends.host", "HostBackend"),
+        ("hocket.backends.cpu.steps", "StepTableBuilder"),
+        ("hocket.backends.cpu.kernels.rows", "load_lanes"),
+    ],
+)
+def test_a_package_that_was_a_module_has_its_old_definitions_with_a_warning(package: str, name: str):
+    with pytest.warns(DeprecationWarning, match=f"{package}.{name} is now called"):
+        assert getattr(import_module(package), name).__class__
+    assert not hasattr(import_module(package), "nothing_like_it")
