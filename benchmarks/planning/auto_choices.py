@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from plan_scaling import CONTEXT_TOKENS, describe_time_use
-
+from hocket.benchmarks.planning.scaling import CONTEXT_TOKENS, describe_time_use
 from hocket.frontends.inference.model_layout import make_workload
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open_model import open_model

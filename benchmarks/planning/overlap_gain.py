@@ -12,8 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from plan_scaling import CONTEXT_TOKENS
-
+from hocket.benchmarks.planning.scaling import CONTEXT_TOKENS
 from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
 from hocket.scheduler import Plan, parse_simulated_group, plan_for_group
