@@ -7,7 +7,10 @@ import gc
 import math
 import os
 import signal
+import socket
 import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,6 +182,21 @@ def run(args: argparse.Namespace) -> int:
         return print_dry_run_prediction(args)
     options = read_server_options(args)
     check_server_options(options)
+    with ExitStack() as stack:
+        listeners = bind_server_sockets(options)
+        for listener in listeners:
+            stack.enter_context(listener)
+        return serve_model(args, options, listeners)
+
+
+def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Sequence[socket.socket]) -> int:
+    """Open the model and serve it at bound sockets until a signal; return the exit code.
+
+    Args:
+        args: The flags.
+        options: The options of the HTTP server.
+        listeners: The listening sockets. Clients that connect wait until the model is open.
+    """
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
@@ -196,7 +214,8 @@ def run(args: argparse.Namespace) -> int:
         service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
         lower_gc_threshold()
         try:
-            code = run_server(service, options, lambda url: write_line_to_stderr(f"hocket: serves {name} at {url}"))
+            announce = partial(_announce_url, name)
+            code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
         if service.error is not None and args.debug:
@@ -204,6 +223,10 @@ def run(args: argparse.Namespace) -> int:
         if failures:
             write_line_to_stderr(f"hocket: the engine has failed: {failures[0]}")
         return 1 if failures else code
+
+
+def _announce_url(name: str, url: str) -> None:
+    write_line_to_stderr(f"hocket: serves {name} at {url}")
 
 
 def lower_gc_threshold() -> None:
@@ -294,21 +317,14 @@ def check_server_options(options: ServerOptions) -> None:
     """Check the server options before the model is loaded, which may take long.
 
     Raises:
-        ModelError: The address cannot be used, the certificate cannot be read, or the chat template has wrong syntax.
+        ModelError: The certificate cannot be read, or the chat template has wrong syntax.
     """
     import ssl
 
     from jinja2 import TemplateSyntaxError
 
-    from ...server.lifecycle import bind_sockets
     from ..gguf.chat_sandbox import ChatEnvironment
 
-    try:
-        for listener in bind_sockets(options):
-            listener.close()
-    except (OSError, UnicodeError) as error:
-        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
-        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
     certificate, key = options.tls_certificate, options.tls_key
     if certificate is not None:
         try:
@@ -321,6 +337,21 @@ def check_server_options(options: ServerOptions) -> None:
             ChatEnvironment().parse(options.chat_template)
         except TemplateSyntaxError as error:
             raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
+
+
+def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
+    """Return a listening socket for each address, before the model is loaded, which may take long.
+
+    Raises:
+        ModelError: An address cannot be used.
+    """
+    from ...server.lifecycle import bind_sockets
+
+    try:
+        return bind_sockets(options)
+    except (OSError, UnicodeError) as error:
+        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
+        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:

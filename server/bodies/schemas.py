@@ -196,6 +196,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     content: Prompt | None = None
     model: ShortText = ""
     encoding_format: str = "float"
+    dimensions: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     embd_normalize: Annotated[int, Meta(ge=-1, le=2)] = 2
 
 
@@ -247,6 +248,8 @@ NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
     "functions": _is_empty,
     "modalities": lambda value: value == ["text"],
     "function_call": lambda value: value == "none",
+    "verbosity": lambda value: value == "medium",
+    **dict.fromkeys(("web_search_options", "audio"), lambda value: False),
 }
 """Unsupported fields that would change the text, each with a test for the value that has no effect."""
 DEPENDENT_FIELDS: Mapping[str, str] = {
@@ -303,6 +306,8 @@ def parse_json_object(data: bytes) -> dict[str, object]:
     Raises:
         ApiError: The body is no JSON object, or has NaN, numbers out of range, lone surrogates or too many levels.
     """
+    if not data.strip():
+        raise make_bad_request_error("the body is empty; send a JSON object")
     try:
         body = msgspec.json.decode(data)
     except RecursionError:

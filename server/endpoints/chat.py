@@ -7,7 +7,8 @@ from dataclasses import field
 from ...frontends.generation.grammar import Grammar
 from ...frontends.serving.requests import GenerationRequest
 from ...graph.lazy_dataclass import dataclass
-from ..bodies.answers import OPEN_CALL, AnswerParser, AnswerParserOptions
+from ..bodies.answers import AnswerParser, AnswerParserOptions
+from ..bodies.generic_tools import OPEN_CALL
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
 from ..bodies.schemas import ChatBody, FunctionBody
 from ..bodies.tools import build_tool_call_schema, choose_tools, list_string_parameters, read_tools
@@ -124,7 +125,7 @@ def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced
     A grammar begins after the thought; a forced tool call begins after its marker.
     """
     start = f"\n{CLOSE_THOUGHT}\n\n" if grammar is not None and prompt.opens_thought else ""
-    return f"{start}{OPEN_CALL}\n" if is_forced_call and OPEN_CALL in prompt.template else start
+    return f"{start}{OPEN_CALL}\n" if is_forced_call and prompt.has_call_markers else start
 
 
 def _choose_parser(
@@ -135,8 +136,8 @@ def _choose_parser(
     return AnswerParserOptions(
         has_thoughts=splits_thoughts and not prompt.continues_message,
         opens_thought=splits_thoughts and prompt.opens_thought,
-        has_calls=has_calls and OPEN_CALL in prompt.template,
-        has_bare_calls=has_calls and OPEN_CALL not in prompt.template,
+        has_calls=has_calls and prompt.has_call_markers,
+        has_bare_calls=has_calls and not prompt.has_call_markers,
         is_call=choice == "required" and body.parse_tool_calls,
         max_calls=128 if body.parallel_tool_calls else 1,
         text_parameters=list_string_parameters(functions),

@@ -378,6 +378,27 @@ def test_a_required_call_follows_the_schema(client: openai.OpenAI, server: Runni
     assert prompt.endswith("<|assistant|><tool_call>\n")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_without_arguments_yet_has_no_content(server: RunningServer, stream: bool) -> None:
+    server.service.answer = '{"name":"weather","arguments":{"city":"Rome"}}'
+    body = {"messages": ONE_MESSAGE, "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
+    answer = server.post("/v1/chat/completions", {**body, "stream": stream})
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        (choice,) = answer.json()["choices"]
+        assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": None}, "length")
+
+
+def test_a_function_without_parameters_gets_no_arguments(client: openai.OpenAI, server: RunningServer) -> None:
+    server.service.answer = '{"name":"time","arguments":{"zone":1}}'
+    (call,) = create(client, tools=[TIME], tool_choice="required", temperature=0).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("time", {})
+
+
 def test_no_tool_is_called_if_none_may_be(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.answer = CALL
     choice = create(client, tools=[WEATHER], tool_choice="none").choices[0]
@@ -405,10 +426,38 @@ def test_contradictions_are_refused(client: openai.OpenAI, options: dict[str, ob
         create(client, **options)
 
 
-def test_a_template_that_knows_no_tools_gets_none() -> None:
-    with serve(FakeService(template="{{ messages[0].content }}")) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
-        assert server.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
+PLAIN_TEMPLATE = """{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+NO_SYSTEM_TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}" + PLAIN_TEMPLATE
+)
+
+
+@pytest.mark.parametrize(("template", "role"), [(PLAIN_TEMPLATE, "system"), (NO_SYSTEM_TEMPLATE, "user")])
+def test_a_template_without_tools_describes_them_as_text(template: str, role: str) -> None:
+    with serve(FakeService(f"I look.\n{CALL}", template=template)) as server:
+        body = {"messages": ONE_MESSAGE, "tools": [WEATHER]}
+        choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+        call = choice["message"]["tool_calls"][0]
+        assert call["function"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
+        (request,) = server.service.requests
+        prompt = server.service.tokenizer.decode(request.prompt, special=True)
+        assert prompt.startswith(f"<|{role}|>You can call functions.")
+        assert '{"name": "weather", "parameters": {"type": "object"' in prompt
+        history = [*ONE_MESSAGE, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
+        rendered = server.post("/apply-template", {"messages": history}).json()["prompt"]
+        assert rendered == (
+            '<|user|>hi<|assistant|>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
+            "</tool_call><|user|><tool_response>\nrain\n</tool_response><|assistant|>"
+        )
+
+
+def test_a_forced_call_works_with_a_template_without_tools() -> None:
+    with serve(FakeService('{"name":"weather","arguments":{"city":"Rome"}}', template=PLAIN_TEMPLATE)) as server:
+        body = {"messages": ONE_MESSAGE, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
 
 
 def test_a_template_without_marks_has_calls_that_are_whole_answers() -> None:
