@@ -232,8 +232,8 @@ def _announce_url(name: str, url: str) -> None:
 def lower_gc_threshold() -> None:
     """Lower the threshold of the cyclic garbage collector from its value for short commands.
 
-    A server runs for a long time, and libraries leave cycles after a request: jinja2 leaves 400 objects after each
-    rendering of a chat template. The objects of the model stay, so the collector exempts them. A program with a lower
+    A server runs for a long time, and libraries leave cycles, such as jinja2 with 400 objects for each template that
+    it compiles. The objects of the model stay, so the collector exempts them. A program with a lower
     threshold of its own keeps its settings.
     """
     young, *old = gc.get_threshold()
@@ -323,7 +323,7 @@ def check_server_options(options: ServerOptions) -> None:
 
     from jinja2 import TemplateSyntaxError
 
-    from ..gguf.chat_sandbox import ChatEnvironment
+    from ..gguf.chat_sandbox import compile_chat_template
 
     certificate, key = options.tls_certificate, options.tls_key
     if certificate is not None:
@@ -334,7 +334,7 @@ def check_server_options(options: ServerOptions) -> None:
             raise ModelError(f"HTTPS cannot use {certificate} with {key}: {reason}; give PEM files") from None
     if options.chat_template is not None:
         try:
-            ChatEnvironment().parse(options.chat_template)
+            compile_chat_template(options.chat_template)
         except TemplateSyntaxError as error:
             raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
 
