@@ -12,6 +12,7 @@ from ..frontends.serving.service import ModelService
 from .endpoints.anthropic import build_message_routes
 from .endpoints.native import build_native_routes
 from .endpoints.openai_chat import build_chat_routes
+from .endpoints.openai_responses import build_response_routes
 from .endpoints.openai_text import build_text_routes
 from .errors import ApiError
 from .options import ServerOptions
@@ -27,7 +28,8 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
         options: Access, limits and defaults; `run_server` uses the address.
     """
     state = ServingState(service, options)
-    routes = [*build_chat_routes(), *build_text_routes(), *build_native_routes(), *build_message_routes()]
+    routes = [*build_chat_routes(), *build_response_routes(), *build_text_routes()]
+    routes += [*build_native_routes(), *build_message_routes()]
     layers = [
         Middleware(ErrorLayer, state.metrics, [route.path for route in routes]),
         Middleware(OriginLayer, options.cors_origins),

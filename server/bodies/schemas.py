@@ -249,6 +249,8 @@ NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
     "modalities": lambda value: value == ["text"],
     "function_call": lambda value: value == "none",
     "verbosity": lambda value: value == "medium",
+    "truncation": lambda value: value == "disabled",
+    "background": _equals(False),
     **dict.fromkeys(("web_search_options", "audio"), lambda value: False),
 }
 """Unsupported fields that would change the text, each with a test for the value that has no effect."""
@@ -295,6 +297,7 @@ HARMLESS_FIELDS = frozenset(
         "speed",
         "user_profile_id",
         "workspace_id",
+        "max_tool_calls",
     )
 )
 """Fields that change no text."""
