@@ -13,7 +13,7 @@ import pytest
 
 from hocket.server.grammars import GrammarCache
 
-from ..given.fakes.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
+from ..given.fakes.fake_service import FakeService, RunningServer, serve
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -424,46 +424,3 @@ def test_no_tool_is_called_if_none_may_be(client: openai.OpenAI, server: Running
 def test_contradictions_are_refused(client: openai.OpenAI, options: dict[str, object]) -> None:
     with pytest.raises(openai.BadRequestError):
         create(client, **options)
-
-
-PLAIN_TEMPLATE = """{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}
-{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-NO_SYSTEM_TEMPLATE = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('there is no system role') }}{% endif %}" + PLAIN_TEMPLATE
-)
-
-
-@pytest.mark.parametrize(("template", "role"), [(PLAIN_TEMPLATE, "system"), (NO_SYSTEM_TEMPLATE, "user")])
-def test_a_template_without_tools_describes_them_as_text(template: str, role: str) -> None:
-    with serve(FakeService(f"I look.\n{CALL}", template=template)) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [WEATHER]}
-        choice = server.post("/v1/chat/completions", body).json()["choices"][0]
-        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
-        call = choice["message"]["tool_calls"][0]
-        assert call["function"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
-        (request,) = server.service.requests
-        prompt = server.service.tokenizer.decode(request.prompt, special=True)
-        assert prompt.startswith(f"<|{role}|>You can call functions.")
-        assert '{"name": "weather", "parameters": {"type": "object"' in prompt
-        history = [*ONE_MESSAGE, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
-        rendered = server.post("/apply-template", {"messages": history}).json()["prompt"]
-        assert rendered == (
-            '<|user|>hi<|assistant|>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
-            "</tool_call><|user|><tool_response>\nrain\n</tool_response><|assistant|>"
-        )
-
-
-def test_a_forced_call_works_with_a_template_without_tools() -> None:
-    with serve(FakeService('{"name":"weather","arguments":{"city":"Rome"}}', template=PLAIN_TEMPLATE)) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [WEATHER], "tool_choice": "required", "temperature": 0}
-        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
-        assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
-
-
-def test_a_template_without_marks_has_calls_that_are_whole_answers() -> None:
-    service = FakeService('{"name": "time", "parameters": {}}', template=CHAT_TEMPLATE.replace("<tool_call>", ""))
-    with serve(service) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
-        choice = server.post("/v1/chat/completions", body).json()["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
