@@ -75,6 +75,15 @@ class RequestBuilder:
         embed = partial(self._service.embed, texts, normalise=normalise)
         return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
 
+    async def rank(self, query: str, documents: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        """Return the scores of documents for a query, and the tokens of all texts.
+
+        Raises:
+            ModelError: As `ModelService.rank`.
+        """
+        rank = partial(self._service.rank, query, documents)
+        return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, rank)
+
     def close(self) -> None:
         """Shut down the worker threads after their current work."""
         for workers in (self._workers, self._grammar_workers, self._embedding_workers):

@@ -200,6 +200,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
+    from ..serving.encoder import EncoderService, has_no_generation
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
@@ -211,7 +212,11 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
             failures.append(why)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
+        service: EngineThread | EncoderService
+        if has_no_generation(model):
+            service = EncoderService(model, name=name, version=__version__)
+        else:
+            service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
         lower_gc_threshold()
         try:
             announce = partial(_announce_url, name)

@@ -200,6 +200,18 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     embd_normalize: Annotated[int, Meta(ge=-1, le=2)] = 2
 
 
+class RerankBody(msgspec.Struct, kw_only=True):
+    """The body of ``POST /rerank``: documents of Jina's API, or texts of TEI (text embeddings inference)."""
+
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    texts: Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    top_n: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+    model: ShortText = ""
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """The body of ``POST /tokenize``."""
 
