@@ -21,6 +21,7 @@ from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..generation.grammar import GrammarState
+from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
@@ -85,7 +86,7 @@ class _RunningRequest:
     next_token: int | None = None
     new_tokens: int = 0
     first_token: float = 0.0
-    grammar: GrammarState | None = None
+    grammar: GrammarState | LazyGrammarState | None = None
     context_tokens: list[int] = field(default_factory=list)
     """Prompt and sampled tokens, for penalties and seeds."""
 
