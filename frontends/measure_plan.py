@@ -65,7 +65,7 @@ def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
 def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
     """Return the table of predicted and measured times, as lines."""
     rows = list(
-        compare_timeline_entry_seconds(plan, steps) if len(plan.stages) > 1 else compare_op_seconds(plan, steps)
+        compare_timeline_entry_seconds(plan, steps) if len(plan.timeline) > 1 else compare_op_seconds(plan, steps)
     )
     lines = [_format_row(*row) for row in rows[:MAX_LISTED_ENTRIES]]
     more = [f"... and {len(rows) - MAX_LISTED_ENTRIES} more"] if len(rows) > MAX_LISTED_ENTRIES else []
@@ -75,7 +75,7 @@ def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> l
 
 def compare_timeline_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield name, predicted seconds and measured seconds of each timeline entry; its slowest device counts."""
-    for number, stage in enumerate(plan.stages, 1):
+    for number, stage in enumerate(plan.timeline, 1):
         yield (
             f"stage {number}, {stage.op}",
             stage.seconds,
@@ -91,9 +91,11 @@ def _sum_measured_seconds(stage: TimelineEntry, device: int, steps: MeasuredPlan
 def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
     """Yield name, predicted seconds and measured seconds of each op on the first device, slowest op first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.steps_by_device[0], strict=True)):
+    for at, (i, step) in enumerate(
+        zip(plan.device_plans[0].program.instructions, steps.steps_by_device[0], strict=True)
+    ):
         if step is not None:
-            sums[i.op][0] += plan.prices[0].cost_of(at).seconds
+            sums[i.op][0] += plan.instruction_costs[0].cost_of(at).seconds
             sums[i.op][1] += step.seconds
     for op, (predicted, took) in sorted(sums.items(), key=lambda item: -item[1][1]):
         yield op, predicted, took

@@ -63,7 +63,7 @@ def list_kernels_to_precompile(*, of_all_types: bool) -> Iterator[Kernel]:
     for threads in (1, 2):
         group = find_devices(["cpu:0"], threads)
         for graph in graphs:
-            (device_plan,) = plan_for_group(graph, group).lanes
+            (device_plan,) = plan_for_group(graph, group).device_plans
             yield from find_program_kernels(device_plan.program, threads)
 
 

@@ -34,3 +34,20 @@ def warn_of_old_name(module: str, old: str, new: str) -> None:
     Only the ``__getattr__`` of the module may call this function, because the warning names the line of its caller.
     """
     warnings.warn(f"{module}.{old} is now called {new}; the old name goes in 0.3", DeprecationWarning, stacklevel=3)
+
+
+class RenamedAttribute:
+    """An attribute of a class under its old name: reading it warns, and gives the attribute with the new name."""
+
+    def __init__(self, new_name: str) -> None:
+        self.new_name = new_name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old_name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        message = f"{self.old_name} is now called {self.new_name}; the old name goes in 0.3"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(instance, self.new_name)

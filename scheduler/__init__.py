@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .ir.formatting import format_bytes as format_bytes
     from .ir.formatting import format_seconds as format_seconds
     from .ir.layout import Layout as Layout
-    from .lowering.device_plan import Lane as Lane
+    from .lowering.device_plan import DevicePlan as DevicePlan
     from .lowering.lower import lower_graph as lower_graph
     from .measurement.compare_devices import NodeComparer as NodeComparer
     from .measurement.compare_devices import ValueDifference as ValueDifference
@@ -74,7 +74,7 @@ _LAZY_NAMES = {
     "Workload": ".planning.workload",
     "plan_with_cache": ".plan_cache",
     "Layout": ".ir.layout",
-    "Lane": ".lowering.device_plan",
+    "DevicePlan": ".lowering.device_plan",
     "lower_graph": ".lowering.lower",
     **dict.fromkeys(("DEFAULT_HARDWARE", "Hardware"), ".costs.hardware"),
     "parse_simulated_group": ".costs.simulated_devices",
@@ -114,7 +114,7 @@ _OLD_NAMES = {
     **{"Use": "Workload", "Difference": "ValueDifference", "Judge": "NodeComparer", "lower": "lower_graph"},
     **{"surroundings": "format_surrounding_nodes", "matching": "select_matching_values"},
     **{"observed": "with_observed_values", "taken": "select_observed_outputs"},
-    **{"CPU": "DEFAULT_HARDWARE", "simulate": "parse_simulated_group"},
+    **{"CPU": "DEFAULT_HARDWARE", "simulate": "parse_simulated_group", "Lane": "DevicePlan"},
 }
 """The new name of each export that was renamed; the old ones work until 0.3."""
 

@@ -22,7 +22,7 @@ from ..ops.registry import BUILTIN_OPS
 from .costs.calibration_file import choose_calibrated_or_built_in_hardware
 from .costs.hardware import Hardware
 from .ir.execution_plan import HostOffload, PinnedNodes, Plan
-from .lowering.device_plan import Devices, Lane, find_first_devices_with_same_program
+from .lowering.device_plan import DevicePlan, Devices, find_first_devices_with_same_program
 from .planning.decompose import decompose_unsupported_ops
 from .serialisation.program_data import layout_from_data, layout_to_data, program_from_data, program_to_data
 
@@ -120,15 +120,15 @@ def plan_with_cache(
 
 def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
     """Name the programs of a plan by its cache file, so that the binding cache of a backend finds their bindings."""
-    first_equal = find_first_devices_with_same_program(plan.lanes)
-    programs = {first: replace(plan.lanes[first].program) for first in first_equal}
+    first_equal = find_first_devices_with_same_program(plan.device_plans)
+    programs = {first: replace(plan.device_plans[first].program) for first in first_equal}
     for first, program in programs.items():
         object.__setattr__(program, "cache_name", f"{file.name}.{first}")
     device_plans = (
         replace(device_plan, program=programs[first])
-        for device_plan, first in zip(plan.lanes, first_equal, strict=True)
+        for device_plan, first in zip(plan.device_plans, first_equal, strict=True)
     )
-    return replace(plan, lanes=tuple(device_plans))
+    return replace(plan, device_plans=tuple(device_plans))
 
 
 def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
@@ -149,7 +149,7 @@ def _build_earlier_plan_key(earlier_plan: Plan) -> object:
     """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
     return (
         [*earlier_plan.leaves.items()],
-        sorted(earlier_plan.cuts),
+        sorted(earlier_plan.sharded_factors),
         earlier_plan.shares,
         [v.node.name for v in earlier_plan.graph.states],
     )
@@ -186,7 +186,7 @@ def _list_planner_source_files() -> list[tuple[str, int, int]]:
 def _serialise_plan(plan: Plan, group: Devices) -> bytes:
     """Return a plan as JSON bytes for the cache; a device graph that equals the graph of the user is omitted."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
-    first_equal = find_first_devices_with_same_program(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.device_plans)
     document = {
         "lanes": [
             {
@@ -197,32 +197,32 @@ def _serialise_plan(plan: Plan, group: Devices) -> bytes:
                 else to_json(device_plan.graph),
                 "program": None if first < number else program_to_data(device_plan.program),
             }
-            for number, (device_plan, first) in enumerate(zip(plan.lanes, first_equal, strict=True))
+            for number, (device_plan, first) in enumerate(zip(plan.device_plans, first_equal, strict=True))
         ],
         "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
         "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
-        "cuts": sorted(map(list, plan.cuts)),
+        "cuts": sorted(map(list, plan.sharded_factors)),
         "reasons": list(plan.reasons),
-        "placed": [asdict(placed) for placed in plan.placed],
+        "placed": [asdict(placed) for placed in plan.pinned_nodes],
         "hardware": asdict(plan.hardware),
         "host": None if plan.host is None else asdict(plan.host),
         "shares": list(plan.shares),
-        "spare": list(plan.spare),
+        "spare": list(plan.unused_devices),
     }
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
     document = json.loads(data)
-    device_plans: list[Lane] = []
+    device_plans: list[DevicePlan] = []
     for entry in document["lanes"]:
         backend, device = asked[entry["device"]]
         if entry["like"] < len(device_plans):
             equal_plan = device_plans[entry["like"]]
-            device_plans.append(Lane(device, backend, equal_plan.graph, equal_plan.program))
+            device_plans.append(DevicePlan(device, backend, equal_plan.graph, equal_plan.program))
         else:
             own = graph if entry["graph"] is None else from_json(entry["graph"])
-            device_plans.append(Lane(device, backend, own, program_from_data(entry["program"], own)))
+            device_plans.append(DevicePlan(device, backend, own, program_from_data(entry["program"], own)))
     return Plan(
         graph,
         tuple(device_plans),

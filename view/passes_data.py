@@ -24,7 +24,7 @@ def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict
     ``a b`` is a product of two factors, and ``a | b`` has two segments. Each factor has its size, whether it is
     sharded, and whether it cannot be sharded.
     """
-    sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
+    sharded_factors = factors_from_positions(plan.graph, factors, plan.sharded_factors)
     number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
     for block in _iterate_distinct_blocks(graph.items):
@@ -39,7 +39,7 @@ def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict
 
 def list_search_reasons_by_node(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
     """List the reasons of the factor search, as numbers of plan reasons, for each node with a sharded value."""
-    sharded_factors = factors_from_positions(plan.graph, factors, plan.cuts)
+    sharded_factors = factors_from_positions(plan.graph, factors, plan.sharded_factors)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
     reason_numbers: dict[Factor, int] = {}
     for name, members in classes.items():

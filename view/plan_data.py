@@ -14,7 +14,7 @@ from ..graph.spec import Spec
 from ..ops.collectives import find_collective_sequence_number
 from ..scheduler.costs.timeline import COMPUTE, InstructionCost, TimelineEntry
 from ..scheduler.ir.execution_plan import Plan
-from ..scheduler.lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..scheduler.lowering.device_plan import DevicePlan, find_first_devices_with_same_program
 from ..scheduler.reports.explain import TimelineReasons, format_search_lines, format_summary
 from ..scheduler.reports.measured_steps import MeasuredPlan
 from ..scheduler.reports.pass_dumps import compute_memory_by_step
@@ -32,7 +32,7 @@ class PlanData:
         self.node = {name: node for node, name in graph.names.items()}
         numbers: dict[int, int] = {}
         self.program = [
-            numbers.setdefault(first, len(numbers)) for first in find_first_devices_with_same_program(plan.lanes)
+            numbers.setdefault(first, len(numbers)) for first in find_first_devices_with_same_program(plan.device_plans)
         ]
         self.first = [self.program.index(p) for p in range(len(numbers))]
         self.reasons = TimelineReasons(plan)
@@ -55,7 +55,7 @@ class PlanData:
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
             "decisions": format_search_lines(plan),
             "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
-            "devices": [self._build_device_data(d) for d in range(len(plan.lanes))],
+            "devices": [self._build_device_data(d) for d in range(len(plan.device_plans))],
             "programs": programs,
             "rows": rows,
             "layouts": list(map(self.texts, layouts.values())),
@@ -71,7 +71,7 @@ class PlanData:
         }
 
     def _build_device_data(self, d: int) -> dict[str, Any]:
-        device_plan = self.plan.lanes[d]
+        device_plan = self.plan.device_plans[d]
         return {
             "name": str(device_plan.device),
             "backend": device_plan.backend.name,
@@ -110,9 +110,9 @@ class PlanData:
 
         The column `own` has the names of instructions that the planner added.
         """
-        device_plan, device = self.plan.lanes[self.first[number]], self.first[number]
+        device_plan, device = self.plan.device_plans[self.first[number]], self.first[number]
         program = device_plan.program
-        prices = self.plan.prices[device]
+        prices = self.plan.instruction_costs[device]
         ops, own, origin = InternTable[str](), {}, []
         for at, i in enumerate(program.instructions):
             node, is_own = self._find_user_node(number, at)
@@ -134,7 +134,7 @@ class PlanData:
             "kept": program.undo_bytes,
         }
 
-    def _number_kernel_calls(self, device_plan: Lane) -> list[int]:
+    def _number_kernel_calls(self, device_plan: DevicePlan) -> list[int]:
         """Number the kernel calls, and return the number of the call of each instruction.
 
         A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend
@@ -151,7 +151,7 @@ class PlanData:
 
     def _find_user_node(self, number: int, at: int) -> tuple[Node | None, bool]:
         """Find the user node that an instruction computes or converts, and whether it only converts."""
-        device_plan = self.plan.lanes[self.first[number]]
+        device_plan = self.plan.device_plans[self.first[number]]
         i = device_plan.program.instructions[at]
         user = self.node.get(i.node)
         local = device_plan.graph.nodes[i.index] if i.index >= 0 else None
@@ -197,9 +197,9 @@ class PlanData:
 
         Each row is a tuple: the op, the block, (first instruction, count) by program, and the devices.
         """
-        done = [0] * len(self.plan.lanes)
+        done = [0] * len(self.plan.device_plans)
         collectives: dict[int, dict[int, int]] = defaultdict(dict)
-        for d, device_plan in enumerate(self.plan.lanes):
+        for d, device_plan in enumerate(self.plan.device_plans):
             for at, i in enumerate(device_plan.program.instructions):
                 if (number := find_collective_sequence_number(i.op, i.attrs)) is not None:
                     collectives[number][d] = at
@@ -220,14 +220,16 @@ class PlanData:
         for number in sorted(collectives):
             there = collectives[number]
             yield from work(there)
-            ops = {d: self.plan.lanes[d].program.instructions[at].op for d, at in there.items()}
+            ops = {d: self.plan.device_plans[d].program.instructions[at].op for d, at in there.items()}
             sender = next((d for d in there if ops[d] == "send"), min(there))
             devices = [sender, *(d for d in there if d != sender)]
             b = block[self.program[sender]][there[sender]]
             yield ops[sender], b, {self.program[d]: (at, 1) for d, at in there.items()}, devices
             for d, at in there.items():
                 done[d] = at + 1
-        yield from work({d: len(device_plan.program.instructions) for d, device_plan in enumerate(self.plan.lanes)})
+        yield from work(
+            {d: len(device_plan.program.instructions) for d, device_plan in enumerate(self.plan.device_plans)}
+        )
 
     def _build_timeline_row(
         self, op: str, block: int, cells: Mapping[int, tuple[int, int]], devices: list[int]

@@ -114,7 +114,12 @@ def make_matmul_case(dtype: DType, tokens: int, copies: int) -> KernelCase:
     packed = dtype in FORMATS
     title = f"{dtype} {ROWS}×{COLUMNS}, {tokens} tokens"
     return KernelCase(
-        title, ("tiled.product", "products.product" if packed else "dense.product"), "mul_mat", build, copies, packed
+        title,
+        ("amx_matmul.multiply", "packed_matmul.multiply" if packed else "float_matmul.multiply"),
+        "mul_mat",
+        build,
+        copies,
+        packed,
     )
 
 
@@ -252,7 +257,9 @@ def measure_case(case: KernelCase, limits: MachineLimits, repeats: int, seed: in
             peak = limits.choose_peak(kernel, case.uses_int8)
             rates = op_of(node).count_bytes(node) / median(samples), op_of(node).count_flops(node) / median(samples)
             share = max(rates[0] / limits.bandwidth, rates[1] / peak)
-        elif kernel == "products.round_rows" and case.title.endswith(f"{PROMPT_TOKENS} tokens"):
+        elif kernel == "activation_quantisation.quantise_activation_rows" and case.title.endswith(
+            f"{PROMPT_TOKENS} tokens"
+        ):
             rates = PROMPT_TOKENS * COLUMNS * 5.5 / median(samples), 0.0
             share = rates[0] / limits.bandwidth
         else:

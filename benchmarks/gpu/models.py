@@ -145,7 +145,7 @@ def _make_input_restorer(bench: BenchmarkDevice, memory: DeviceMemory, session: 
 
     The inputs are adjacent, so one copy restores all of them.
     """
-    (device_plan,), (buffers,) = executor.plan.lanes, session.store.buffers(executor.plan).values()
+    (device_plan,), (buffers,) = executor.plan.device_plans, session.store.buffers(executor.plan).values()
     inputs = device_plan.program.inputs.values()
     ((which,),) = [{t.buffer for t in inputs}]
     low, high = min(t.offset for t in inputs), max(t.offset + t.spec.nbytes for t in inputs)

@@ -209,7 +209,11 @@ def _compare_prompt(
                 start = time.perf_counter()
                 logits.append(run.run(inputs)["logits"].copy())
                 times.append(time.perf_counter() - start)
-            sums = len(find_overlapped_instructions(run.plan.lanes[0].program)) if driver.can_overlap_collectives else 0
+            sums = (
+                len(find_overlapped_instructions(run.plan.device_plans[0].program))
+                if driver.can_overlap_collectives
+                else 0
+            )
             row: ResultRow = {"by": transport, "how": how, "tok/s": count / median(times), "sums beside work": sums}
             if how == "beside sums":
                 row["right"] = bool(np.isfinite(logits).all() and np.array_equal(logits, behind))

@@ -38,7 +38,7 @@ def measure_uneven_plan(path: str, devices: int) -> tuple[float, int]:
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
     start = process_time()
     plan = plan_for_group(graph, simulation.group, hardware=hardware, split_mode="tensor", tensor_split=shares)
-    return process_time() - start, sum(len(device_plan.program.instructions) for device_plan in plan.lanes)
+    return process_time() - start, sum(len(device_plan.program.instructions) for device_plan in plan.device_plans)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def describe_time_use(plan: Plan) -> str:
     """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
     launches = plan.hardware.launch * max(
-        sum(device_plan.count_launches_by_instruction()) for device_plan in plan.lanes
+        sum(device_plan.count_launches_by_instruction()) for device_plan in plan.device_plans
     )
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
     shares_text = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
@@ -104,7 +104,7 @@ def format_rows(graph: Graph, sequences: int) -> Iterator[tuple[str, str]]:
 
 def format_row(plan: Plan, sequences: int) -> str:
     """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
-    used = sum(bool(device_plan.program.instructions) for device_plan in plan.lanes)
+    used = sum(bool(device_plan.program.instructions) for device_plan in plan.device_plans)
     stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
     lacking = f", {format_bytes(short)} short" if (short := compute_missing_bytes(plan)) else ""
     rate = sequences / plan.cost.total

@@ -17,7 +17,7 @@ from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
-from ...scheduler import Lane, lower_graph, verify_program
+from ...scheduler import DevicePlan, lower_graph, verify_program
 from ..cases.case import Case
 from ..cases.grow_shapes import count_axes_with_distinct_ids
 from ..cases.inputs import as_stored_weight
@@ -100,9 +100,9 @@ def build_case_graph(case: Case) -> CaseGraph:
     return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights)
 
 
-def build_verified_device_plan(graph: Graph, backend: Backend, device: Device) -> Lane:
+def build_verified_device_plan(graph: Graph, backend: Backend, device: Device) -> DevicePlan:
     """Lower a graph to a program for one device, and verify both; no other device is considered."""
     verify(graph)
     lowered, program = lower_graph(graph, backend, device)
     verify_program(lowered, program, backend)
-    return Lane(device, backend, lowered, program)
+    return DevicePlan(device, backend, lowered, program)

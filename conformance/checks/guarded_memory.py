@@ -16,7 +16,7 @@ import numpy as np
 from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ...graph.dtypes import DType
 from ...ops.quantisation import decode_array, encode_array
-from ...scheduler import Lane, SingleDeviceComm
+from ...scheduler import DevicePlan, SingleDeviceComm
 from ..cases.operand_layouts import Array
 
 ALIGNMENT = 64
@@ -90,7 +90,7 @@ def copy_to_host(array: Any) -> Array:
 class GuardedProgram:
     """The compiled program of one device on guarded buffers, which finds writes outside of all values."""
 
-    def __init__(self, device_plan: Lane, weights: Mapping[str, Array]) -> None:
+    def __init__(self, device_plan: DevicePlan, weights: Mapping[str, Array]) -> None:
         self.backend: Backend = device_plan.backend
         self.device: Device = device_plan.device
         self.program, self.regions = add_guard_zones(device_plan.program)

@@ -20,7 +20,7 @@ from ...graph.spec import Spec, make_spec
 from ...ops import Op
 from ...ops.elementwise.binary import cont
 from ...ops.matrix.matmul import mul_mat
-from ...scheduler import Lane
+from ...scheduler import DevicePlan
 from ..cases.case import Case, make_case
 from ..cases.grow_shapes import Point, grow_cases_from_samples, is_legal_point, resize_point, resolve_point_sizes
 from ..cases.inputs import generate_operands
@@ -154,7 +154,7 @@ def measure_op_speed(case: Case, backend: Backend, device: Device) -> OpSpeed:
     )
 
 
-def _bind_plan_to_case(device_plan: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+def _bind_plan_to_case(device_plan: DevicePlan, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
     """Bind a plan to new memory with the data of a case, and return a function that runs the plan once."""
     guarded = GuardedProgram(device_plan, weights)
     guarded.poison_arena(0)

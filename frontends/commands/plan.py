@@ -14,8 +14,8 @@ from ...graph import DType, Graph, PlanError
 from ...graph.storage.files import write_text
 from ...scheduler import (
     PASS_DUMPS,
+    DevicePlan,
     HostOffload,
-    Lane,
     Plan,
     Workload,
     choose_micro_batches,
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         elif not args.json:
             write_to_stdout(f"speeds: {describe_speed_source(plan.hardware)}\n")
     if problem := describe_memory_problem(requested, context=context):
-        rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
+        rest = "" if describe_memory_problem(plan) else f"; in this plan the rest is on {plan.device_plans[-1].device}"
         write_line_to_stderr(f"hocket: does not fit: {use_flag_names(problem)}{rest}")
         return 1
     return 0
@@ -170,10 +170,10 @@ def describe_memory_fit_and_speed(
         is_decode: Whether the plan is for new tokens, not for a prompt.
     """
 
-    def filling(device_plan: Lane) -> float:
+    def filling(device_plan: DevicePlan) -> float:
         return sum(device_plan.memory().values()) / (device_plan.device.memory or math.inf)
 
-    fullest = max(plan.lanes, key=filling)
+    fullest = max(plan.device_plans, key=filling)
     needed, memory = format_bytes(sum(fullest.memory().values())), fullest.device.memory
     room = f"{needed} of {format_bytes(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
     if describe_memory_problem(plan):
@@ -213,7 +213,7 @@ def describe_pipelining_gain(plan: Plan, plan_of: Callable[..., Plan], sequences
     """
     if sequences > 1:
         return f"sequences: {choose_micro_batches(sequences, lambda n: plan_of(sequences=n))}\n"
-    if prompt and len(plan.lanes) > 1:
+    if prompt and len(plan.device_plans) > 1:
         return f"prompt: {explain_prefill_chunks(prompt, plan, lambda n: plan_of(tokens=n))}\n"
     return ""
 

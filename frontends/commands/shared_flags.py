@@ -184,7 +184,7 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
             yield
         finally:
             trace.save(path)
-            left = f" ({trace.left_out} more were not traced)" if trace.left_out else ""
+            left = f" ({trace.dropped_runs} more were not traced)" if trace.dropped_runs else ""
             write_line_to_stderr(
                 f"{path}: {len(trace.runs)} runs{left}; open it in ui.perfetto.dev, or give it to hocket view --trace"
             )

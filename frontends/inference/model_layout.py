@@ -87,7 +87,7 @@ def plan_model_layout(
 
         shares = compute_balanced_proportions(graph_of(replace(first_step, tokens=BALANCED_PROMPT_TOKENS)), len(asked))
     first = options(one, asked, tensor_split=shares)
-    if first.spare and on.threads is None:  # used devices share the processors of unused ones
+    if first.unused_devices and on.threads is None:  # used devices share the processors of unused ones
         group = resolve_devices(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
         first = plan_graph(one, group, like=first)
     host = HostOffload(

@@ -36,7 +36,7 @@ def can_chunk(tokens: int) -> bool:
 
 def compute_pipeline_depth(plan: Plan) -> int:
     """Return the number of pipeline stages of a plan, or 1 if the speedup of pipelined runs is too small."""
-    if len(plan.lanes) == 1:
+    if len(plan.device_plans) == 1:
         return 1
     from ...scheduler.pipelining.stage_times import (
         MIN_PIPELINE_SPEEDUP,
@@ -142,7 +142,7 @@ def explain_prefill_chunks(prompt_tokens: int, whole_plan: Plan, plan_of: Callab
             each = ", ".join(map(str, dict.fromkeys(choice.chunk_sizes)))
             return (
                 f"{prompt_tokens} tokens are read in {len(choice.chunk_sizes)} parts of {each}, "
-                f"that follow each other through {format_stage_count(stages, len(whole_plan.lanes))}, "
+                f"that follow each other through {format_stage_count(stages, len(whole_plan.device_plans))}, "
                 f"predicted to take {format_seconds(choice.seconds)}; as one {at_once}"
             )
         why = "parts take longer"

@@ -133,7 +133,7 @@ class Session:
             self.group, self._speeds = like.group, like._speeds
             self._layout_plan = like.plan(self._full_step)
             if first_sequence is None:
-                self.store = like.store.beside()
+                self.store = like.store.share_weights()
             else:
                 self.store = like.store.view_sequences(first_sequence, sequences, like.sequences)
         if watch is not None:

@@ -21,7 +21,7 @@ from ...backends.capabilities import OTHER_OPS, can_group_overlap
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_sequence_number
-from ..lowering.device_plan import KernelUse, Lane, find_collective_groups, find_first_devices_with_same_program
+from ..lowering.device_plan import DevicePlan, KernelUse, find_collective_groups, find_first_devices_with_same_program
 from ..lowering.structural_equality import make_program_key
 from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_view_base_node
 from .stand_ins import NUMPY_SLOWDOWNS
@@ -78,7 +78,7 @@ class InstructionCosts:
 
     def __init__(
         self,
-        device_plan: Lane,
+        device_plan: DevicePlan,
         hardware: Hardware,
         whole: Mapping[str, int],
         counts: WorkCounter,
@@ -161,7 +161,7 @@ class InstructionCosts:
 
 
 def compute_instruction_costs(
-    device_plans: Sequence[Lane], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
+    device_plans: Sequence[DevicePlan], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
 ) -> list[InstructionCosts]:
     """Compute the predicted instruction costs of each device; devices with equal programs share one object.
 
@@ -187,7 +187,7 @@ def compute_instruction_costs(
     return prices
 
 
-def build_timeline(device_plans: Sequence[Lane], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
+def build_timeline(device_plans: Sequence[DevicePlan], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
     """Build the timeline of a plan: all entries in the order of the collectives.
 
     Args:
@@ -315,7 +315,7 @@ class _SpansBetweenCollectives:
     equal text are merged.
     """
 
-    def __init__(self, device_plan: Lane, prices: InstructionCosts, goes_on: bool) -> None:
+    def __init__(self, device_plan: DevicePlan, prices: InstructionCosts, goes_on: bool) -> None:
         self.program, self.instruction_costs = device_plan.program, prices
         overlapped_instructions = device_plan.overlapped_instructions if goes_on else {}
         self.collective_entries: dict[int, TimelineEntry] = {}

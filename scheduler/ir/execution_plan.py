@@ -14,6 +14,7 @@ from ...backends.base import Backend, Device
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     BOOL,
     NONE,
@@ -37,7 +38,7 @@ from ..costs.timeline import (
     estimate_run_time,
     is_timeline_sequential,
 )
-from ..lowering.device_plan import Lane as Lane
+from ..lowering.device_plan import DevicePlan as DevicePlan
 from .formatting import format_bytes
 from .layout import Layout
 
@@ -80,42 +81,50 @@ class HostOffload:
 @validate_constructor(
     PlanError,
     graph=instance_of(Graph),
-    lanes=tuple_of(instance_of(Lane), "a tuple of lanes"),
+    device_plans=tuple_of(instance_of(DevicePlan), "a tuple of device plans"),
     leaves=LAYOUTS_KIND,
     outputs=LAYOUTS_KIND,
-    cuts=instance_of(frozenset),
+    sharded_factors=instance_of(frozenset),
     reasons=tuple_of(TEXT, "a tuple of texts"),
     hardware=instance_of(Hardware),
-    placed=tuple_of(instance_of(PinnedNodes), "a tuple of placed nodes"),
+    pinned_nodes=tuple_of(instance_of(PinnedNodes), "a tuple of pinned nodes"),
     host=instance_of(Hardware) | NONE,
     shares=tuple_of(instance_of(int, float), "a tuple of numbers"),
-    spare=tuple_of(TEXT, "a tuple of texts"),
+    unused_devices=tuple_of(TEXT, "a tuple of texts"),
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A plan: the decision how `graph` runs on a device group. A plan allocates no device memory.
 
-    - `lanes` has the device plan of each device: its graph and its program.
+    - `device_plans` has the device plan of each device: its graph and its program.
     - `leaves` and `outputs` have the layout of each input, weight, state and output.
-    - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
+    - `sharded_factors` has the sharded factors, and `reasons` the alternatives that the factor search considered.
     - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
-    - `placed` has the nodes that one device alone computes, with the reasons.
+    - `pinned_nodes` has the nodes that one device alone computes, with the reasons.
     - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans with `like` follow
       them.
-    - `spare` names devices of the group that the plan does not use.
+    - `unused_devices` names devices of the group that the plan does not use.
     """
 
     graph: Graph
-    lanes: tuple[Lane, ...]
+    device_plans: tuple[DevicePlan, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    cuts: ShardedFactors
+    sharded_factors: ShardedFactors
     reasons: tuple[str, ...]
     hardware: Hardware = DEFAULT_HARDWARE
-    placed: tuple[PinnedNodes, ...] = ()
+    pinned_nodes: tuple[PinnedNodes, ...] = ()
     host: Hardware | None = None
     shares: tuple[float, ...] = ()
-    spare: tuple[str, ...] = ()
+    unused_devices: tuple[str, ...] = ()
+
+    lanes = RenamedAttribute("device_plans")
+    cuts = RenamedAttribute("sharded_factors")
+    placed = RenamedAttribute("pinned_nodes")
+    spare = RenamedAttribute("unused_devices")
+    prices = RenamedAttribute("instruction_costs")
+    stages = RenamedAttribute("timeline")
+    together = RenamedAttribute("pipelined_timeline")
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:
@@ -123,24 +132,24 @@ class Plan:
 
         Further plans over the same weights and states need the same group.
         """
-        return [(device_plan.backend, device_plan.device) for device_plan in self.lanes]
+        return [(device_plan.backend, device_plan.device) for device_plan in self.device_plans]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
         """The speeds of each device while all devices work."""
-        return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
+        return (*(self.hardware for _ in self.device_plans[1:]), self.host or self.hardware)
 
     @cached_property
-    def prices(self) -> tuple[InstructionCosts, ...]:
+    def instruction_costs(self) -> tuple[InstructionCosts, ...]:
         """The prices of instructions: the predicted cost of each instruction in one run, for each device.
 
         If the devices work one after another, a device has its speeds while the other devices are idle.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
         if (
-            len(self.lanes) == 1
+            len(self.device_plans) == 1
             or alone == [*self.speeds]
-            or not is_timeline_sequential(self.together, len(self.lanes))
+            or not is_timeline_sequential(self.pipelined_timeline, len(self.device_plans))
         ):
             return self._compute_instruction_costs(self.speeds)
         return self._compute_instruction_costs(alone)
@@ -148,26 +157,29 @@ class Plan:
     def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
         """Compute the instruction costs of each device for the given speeds."""
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
-        return tuple(compute_instruction_costs(self.lanes, speeds, whole))
+        return tuple(compute_instruction_costs(self.device_plans, speeds, whole))
 
     @cached_property
-    def together(self) -> tuple[TimelineEntry, ...]:
+    def pipelined_timeline(self) -> tuple[TimelineEntry, ...]:
         """The timeline of pipelined runs, in which all devices work together, at the same time."""
-        return tuple(build_timeline(self.lanes, self._compute_instruction_costs(self.speeds)))
+        return tuple(build_timeline(self.device_plans, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
-    def stages(self) -> tuple[TimelineEntry, ...]:
+    def timeline(self) -> tuple[TimelineEntry, ...]:
         """The stages of one run: a timeline of compute spans and collectives with their predicted seconds."""
-        return tuple(build_timeline(self.lanes, self.prices))
+        return tuple(build_timeline(self.device_plans, self.instruction_costs))
 
     @cached_property
     def cost(self) -> Estimate:
         """The cost of one run: its predicted time."""
-        return estimate_run_time(self.stages, len(self.lanes))
+        return estimate_run_time(self.timeline, len(self.device_plans))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of each kind of memory, summed over the devices."""
-        return {kind: sum(device_plan.memory()[kind] for device_plan in self.lanes) for kind in self.lanes[0].memory()}
+        return {
+            kind: sum(device_plan.memory()[kind] for device_plan in self.device_plans)
+            for kind in self.device_plans[0].memory()
+        }
 
     def flops(self) -> int:
         """Return the FLOPs (floating-point operations) of one run of the unsharded graph on one device."""
@@ -175,7 +187,7 @@ class Plan:
 
     def collectives(self) -> int:
         """Return the number of collectives that the first device calls in one run."""
-        return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
+        return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
     def digest(self) -> str:
         """Return the digest of the plan: the SHA-256 of the device plans and layouts.
@@ -215,7 +227,7 @@ class Plan:
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:
-        devices = ", ".join(str(device_plan.device) for device_plan in self.lanes)
+        devices = ", ".join(str(device_plan.device) for device_plan in self.device_plans)
         return f"Plan({len(self.graph.nodes)} nodes on {devices}, {format_bytes(sum(self.memory().values()))})"
 
     def __str__(self) -> str:

@@ -42,7 +42,7 @@ class KernelUse(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class DevicePlan:
     """The device plan of one device: its part of the graph, with local shapes, and the program that runs it.
 
     Each instruction of `program` has the number of the node of `graph` that it computes. The graph contains the
@@ -138,15 +138,15 @@ class UnrollableProgram:
         return unroll_program(self.graph, self.program, self.shortened_graph)
 
 
-def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> Lane:
+def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> DevicePlan:
     """Make a device plan that unrolls its graph and program from `short` at the first access."""
-    device_plan: Lane = object.__new__(Lane)
+    device_plan: DevicePlan = object.__new__(DevicePlan)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
     return device_plan
 
 
-def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph) -> tuple[Lane, ...]:
+def unroll_device_plans(device_plans: Sequence[DevicePlan], shortened: ShortenedGraph) -> tuple[DevicePlan, ...]:
     """Unroll device plans with few repeated layers to the device plans of the deep graph with all layers.
 
     Device plans with the same program share the unrolled one.
@@ -165,7 +165,7 @@ def unroll_device_plans(device_plans: Sequence[Lane], shortened: ShortenedGraph)
     )
 
 
-def find_first_devices_with_same_program(device_plans: Sequence[Lane]) -> list[int]:
+def find_first_devices_with_same_program(device_plans: Sequence[DevicePlan]) -> list[int]:
     """Find for each device plan the first device with the same program; the device itself if no earlier one has it."""
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
@@ -195,7 +195,7 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
 
 def build_device_plans(
     graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
-) -> tuple[Lane, ...]:
+) -> tuple[DevicePlan, ...]:
     """Lower the graph of each device, and build its device plan from the lowered graph and the program.
 
     1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
@@ -240,7 +240,7 @@ def build_device_plans(
                 lowered_entry[:2] if is_alone else restore_graph_names(lowered_entry[0], lowered_entry[1], graph)
             )
             known.setdefault(key, named_entry)
-        device_plans.append(Lane(device, backend, *named_entry))
+        device_plans.append(DevicePlan(device, backend, *named_entry))
     return tuple(device_plans)
 
 

@@ -261,7 +261,7 @@ class NodeComparer:
         """Compute the largest allowed error of a value, relative to its norm; 0 for integers."""
         if value.dtype.is_integer:
             return 0.0
-        backends = {device_plan.backend for device_plan in self.plan.lanes} | {self.reference_device[0]}
+        backends = {device_plan.backend for device_plan in self.plan.device_plans} | {self.reference_device[0]}
         tolerances = [b.tolerance(value.node) or 0.0 for b in backends if isinstance(b, DeclaresTolerance)]
         return max([MIN_TOLERANCE, *(ROUNDING_ERROR_FACTOR * tolerance for tolerance in tolerances)])
 

@@ -53,7 +53,9 @@ class SpeedFit:
             devices,
             again,
         )
-        self.launch_counts = {name: sum(plan.lanes[0].count_launches_by_instruction()) for name, plan in plans.items()}
+        self.launch_counts = {
+            name: sum(plan.device_plans[0].count_launches_by_instruction()) for name, plan in plans.items()
+        }
         self.launch_seconds = seconds["launches"] / self.launch_counts["launches"]
         self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
 

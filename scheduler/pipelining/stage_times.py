@@ -41,11 +41,11 @@ def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
         for run in range(len(plans))
         for action in (PipelineAction("put", run), PipelineAction("run", run), PipelineAction("keep", run))
     ]
-    order = [actions] * max((len(plan.lanes) for plan in plans), default=0)
+    order = [actions] * max((len(plan.device_plans) for plan in plans), default=0)
     for why in find_pipeline_order_faults(
-        [[device_plan.program for device_plan in plan.lanes] for plan in plans], order
+        [[device_plan.program for device_plan in plan.device_plans] for plan in plans], order
     ):
-        devices = ", ".join(str(device_plan.device) for device_plan in plans[0].lanes)
+        devices = ", ".join(str(device_plan.device) for device_plan in plans[0].device_plans)
         raise PlanError(f"plan for {devices}, {len(plans)} runs: {why}")
     return order
 
@@ -54,21 +54,21 @@ def count_pipeline_stages(plan: Plan) -> int:
     """Count the pipeline stages of a plan; the count is 1 if all devices share a collective."""
     return (
         1
-        if any(find_all_device_collective_faults([device_plan.program for device_plan in plan.lanes]))
+        if any(find_all_device_collective_faults([device_plan.program for device_plan in plan.device_plans]))
         else len(_list_stage_devices(plan))
     )
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
     """List the devices of each pipeline stage, in the order of the device numbers."""
-    groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.lanes]))
-    return [(number,) for number in range(len(plan.lanes))] if len(groups) == 1 else [*groups]
+    groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.device_plans]))
+    return [(number,) for number in range(len(plan.device_plans))] if len(groups) == 1 else [*groups]
 
 
 def estimate_stage_times(plan: Plan) -> list[StageTime]:
     """Estimate the seconds of each pipeline stage in steady state, when all devices work."""
-    message_seconds, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
-    for stage in plan.together:
+    message_seconds, work = [0.0] * len(plan.device_plans), [0.0] * len(plan.device_plans)
+    for stage in plan.pipelined_timeline:
         sent = stage.op == "send"
         for device in stage.devices:
             if not (sent and device == stage.sending_device):
@@ -91,12 +91,12 @@ def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
         plan: The plan of each run.
         runs_in_progress: The number of runs in progress. A run begins when the first of them ends.
     """
-    clock = [0.0] * len(plan.lanes)
+    clock = [0.0] * len(plan.device_plans)
     ends: list[float] = []
     for run in range(STEADY_STATE_RUNS):
         if run >= runs_in_progress:
             clock = [max(now, ends[run - runs_in_progress]) for now in clock]
-        clock = compute_device_end_seconds(plan.together, clock)
+        clock = compute_device_end_seconds(plan.pipelined_timeline, clock)
         ends.append(max(clock))
     return (ends[-1] - ends[STEADY_STATE_RUNS // 2 - 1]) / (STEADY_STATE_RUNS // 2)
 

@@ -126,7 +126,7 @@ class Candidate:
         return replace(
             self,
             plan=plan,
-            device_count=len(plan.lanes),
+            device_count=len(plan.device_plans),
             seconds=seconds,
             stored_bytes=stored_bytes,
             missing_bytes=compute_missing_bytes(plan),

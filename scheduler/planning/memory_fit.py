@@ -10,7 +10,7 @@ from ...backends.base import Device
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import Local, Shard
-from ..lowering.device_plan import Lane
+from ..lowering.device_plan import DevicePlan
 
 CONTEXT_STEP_CELLS = 64
 """The suggested context sizes are multiples of this number of cells."""
@@ -22,7 +22,7 @@ MAX_OFFLOAD_PLANS = 8
 class MemoryPool:
     """A memory of `memory_bytes` bytes with the device plans that use it; devices of a machine may share one."""
 
-    device_plans: tuple[Lane, ...]
+    device_plans: tuple[DevicePlan, ...]
     memory_bytes: int
     is_shared: bool = False
 
@@ -44,8 +44,8 @@ class MemoryPool:
 
 def list_memory_pools(plan: Plan) -> list[MemoryPool]:
     """List the memories of a plan's devices; devices that do not state their memory are left out."""
-    groups: dict[str, list[Lane]] = {}
-    for device_plan in plan.lanes:
+    groups: dict[str, list[DevicePlan]] = {}
+    for device_plan in plan.device_plans:
         device = device_plan.device
         groups.setdefault(device.memory_of or f"{device.kind}:{device.index}@{device.rank}", []).append(device_plan)
     return [
@@ -126,12 +126,12 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
         n for n in leaves if isinstance(plan.leaves[n], Shard | Local) or not _has_partitioned_leaves(plan)
     )
     shared = (
-        sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.lanes)
+        sum(MemoryPool((device_plan,), 0).count_leaf_bytes(spread) for device_plan in plan.device_plans)
         if _has_partitioned_leaves(plan)
         else pool.count_leaf_bytes(spread)
     )
     room = pool.memory_bytes - (pool.needed_bytes - pool.count_leaf_bytes(spread))
-    if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.lanes):
+    if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.device_plans):
         return None
     mode = "" if _has_partitioned_leaves(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
@@ -139,14 +139,14 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
     """Suggest another split mode if several devices have full copies or whole layers; None otherwise."""
-    if len(plan.lanes) == 1:
+    if len(plan.device_plans) == 1:
         return None
     if not _has_partitioned_leaves(plan):
         return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = (
         ("tensor" if placed else "layer"),
-        sum(sum(device_plan.memory().values()) for device_plan in plan.lanes),
+        sum(sum(device_plan.memory().values()) for device_plan in plan.device_plans),
     )
     memory = sum(p.memory_bytes for p in list_memory_pools(plan))
     return f"use split_mode='{mode}'" if needed <= memory else None

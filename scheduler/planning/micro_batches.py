@@ -88,4 +88,4 @@ def choose_micro_batches(
     best = min(seconds, key=seconds.__getitem__, default=1)
     taken = best if best > 1 and at_once >= MIN_PIPELINE_SPEEDUP * seconds[best] else 1
     sizes = tuple(sequence_count // taken + (at < sequence_count % taken) for at in range(taken))
-    return MicroBatchChoice(sizes, ((1, at_once), *sorted(seconds.items())), stages, len(whole.lanes))
+    return MicroBatchChoice(sizes, ((1, at_once), *sorted(seconds.items())), stages, len(whole.device_plans))

@@ -86,8 +86,8 @@ class PlanBuilder(ShardedPlanBuilder):
             plan = (
                 self.build_with_host_offload(host, uses_single_device=mode is PlanBuilder.build_on_first_device) or plan
             )
-        taken = {str(device_plan.device) for device_plan in plan.lanes}
-        return replace(plan, spare=tuple(name for name in self.device_names if name not in taken))
+        taken = {str(device_plan.device) for device_plan in plan.device_plans}
+        return replace(plan, unused_devices=tuple(name for name in self.device_names if name not in taken))
 
     def build_for_mode(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
@@ -118,11 +118,11 @@ class PlanBuilder(ShardedPlanBuilder):
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
         """
         if (
-            groups := find_pipeline_stage_groups([device_plan.program for device_plan in earlier_plan.lanes])
+            groups := find_pipeline_stage_groups([device_plan.program for device_plan in earlier_plan.device_plans])
         ) is not None:
             where = stages_from_layouts(self.graph, earlier_plan.leaves, groups)
             return self._build_hybrid_stages(
-                where, groups, earlier_plan.cuts, ("an earlier plan's layout",), earlier_plan.leaves
+                where, groups, earlier_plan.sharded_factors, ("an earlier plan's layout",), earlier_plan.leaves
             )
         fixed_pins = pins_from_layouts(self.graph, earlier_plan.leaves)
         stored = [earlier_plan.leaves[v.node.name] for v in (*earlier_plan.graph.weights, *earlier_plan.graph.states)]
@@ -134,7 +134,7 @@ class PlanBuilder(ShardedPlanBuilder):
             )
         if len(self.group) == 1 and not self.placement_rules and not fixed_pins.leaves:
             return self.build_for_single_device("an earlier plan's layout")
-        chosen = factors_from_positions(self.graph, self.factors, earlier_plan.cuts)
+        chosen = factors_from_positions(self.graph, self.factors, earlier_plan.sharded_factors)
         if self.graph.digest() != earlier_plan.graph.digest():  # the same position may have another factor
             chosen = frozenset(f for f in chosen if f.can_be_sharded)
         choice = FactorChoice(chosen, ("an earlier plan's layout",))
@@ -258,7 +258,7 @@ class PlanBuilder(ShardedPlanBuilder):
             plan = wider._build_layer_split_by_proportions(
                 [*rest, share], omits_idle_devices=uses_single_device, last_device_reason=why
             )
-            return replace(plan, host=host.hardware) if plan.lanes[-1].device == host.device else plan
+            return replace(plan, host=host.hardware) if plan.device_plans[-1].device == host.device else plan
 
         first = self._build_layer_split_by_proportions(shares, omits_idle_devices=uses_single_device)
         total = sum(first.memory()[kind] for kind in ("weight", "state"))
@@ -354,7 +354,7 @@ class PlanBuilder(ShardedPlanBuilder):
         group_names = [", ".join(self.device_names[d] for d in (group[0], group[-1])) for group in groups]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(group_names)]
         plan = self._build_hybrid_stages(where, groups, cuts, (*choice.alternatives, *notes))
-        if find_pipeline_stage_groups([device_plan.program for device_plan in plan.lanes]) is None:
+        if find_pipeline_stage_groups([device_plan.program for device_plan in plan.device_plans]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
 

@@ -157,7 +157,7 @@ def plan_for_group(
     try:
         verify_plan(new_plan)
     except PlanError as why:
-        if all(device_plan.short is None for device_plan in new_plan.lanes):
+        if all(device_plan.short is None for device_plan in new_plan.device_plans):
             raise
         planning.unrepeated_reasons = (f"every run of layers is planned by itself, since of {why}",)
         new_plan = planning.build_unverified(SPLIT_MODES[split_mode], like, choose, host)
@@ -182,9 +182,9 @@ def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) ->
     Raises:
         PlanError: `like` is a plan over other devices, or over other weights and states than `graph` has.
     """
-    names, taken = [str(device) for _, device in group], [str(device_plan.device) for device_plan in like.lanes]
+    names, taken = [str(device) for _, device in group], [str(device_plan.device) for device_plan in like.device_plans]
     if len(names) != len(taken):
-        group = [pair for pair, name in zip(group, names, strict=True) if name not in like.spare]
+        group = [pair for pair, name in zip(group, names, strict=True) if name not in like.unused_devices]
         if [str(device) for _, device in group] != taken:
             raise PlanError(
                 f"like: it is a plan for {len(taken)} devices, and {len(names)} are given; "

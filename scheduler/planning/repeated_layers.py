@@ -22,7 +22,7 @@ from ...ops import op_of
 from ..costs.hardware import Hardware
 from ..ir.execution_plan import ShardedFactors
 from ..ir.layout import Layout
-from ..lowering.device_plan import Devices, Lane, build_device_plans, unroll_device_plans
+from ..lowering.device_plan import DevicePlan, Devices, build_device_plans, unroll_device_plans
 from ..lowering.unroll import find_repetition_kinds_of_instructions
 from ..sharding.axes import Factor
 from ..sharding.factors import Factors
@@ -51,7 +51,7 @@ class RepeatedPlan:
     is None if the sums over devices have too few tokens.
     """
 
-    device_plans: tuple[Lane, ...]
+    device_plans: tuple[DevicePlan, ...]
     leaf_layouts: Mapping[str, Layout]
     output_layouts: Mapping[str, Layout]
     build_with_chunks: Callable[[OverlapChunks], RepeatedPlan | None] | None = None
@@ -325,7 +325,7 @@ def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: 
     )
 
 
-def _has_repeatable_instructions(device_plan: Lane, shortened: ShortenedGraph) -> bool:
+def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGraph) -> bool:
     """Return whether a device can execute its repeated layers (repetitions) in any order, as unrolling requires.
 
     - The instructions of each kind are consecutive, and the kinds are in order.

@@ -18,7 +18,7 @@ from ..costs.timeline import COMPUTE, TimelineEntry, count_collective_bytes
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds, format_table
 from ..ir.layout import Local, Shard
-from ..lowering.device_plan import Lane
+from ..lowering.device_plan import DevicePlan
 from ..pipelining.stage_times import count_pipeline_stages, estimate_pipeline_speedup, format_stage_count
 from .critical_path import find_critical_path
 from .pass_dumps import format_node_reference, format_program
@@ -39,7 +39,7 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
         lines += [*uneven.format_lines(), ""]
     lines += format_timeline_table(plan)
     if steps:
-        for device_plan in plan.lanes:
+        for device_plan in plan.device_plans:
             lines += ["", f"{device_plan.device}: {format_program(device_plan.program)}"]
     return "\n".join(lines)
 
@@ -47,18 +47,18 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
 def format_summary(plan: Plan) -> str:
     """Format the summary of a plan in one line: nodes, steps, collectives by kind, arithmetic and time."""
     views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
-    longest = max(len(device_plan.program.instructions) for device_plan in plan.lanes)
+    longest = max(len(device_plan.program.instructions) for device_plan in plan.device_plans)
     counts: dict[str, int] = {}
-    for stage in plan.stages:
+    for stage in plan.timeline:
         if stage.op != COMPUTE:
             name = "copy" if stage.op == "send" else stage.op
             counts[name] = counts.get(name, 0) + 1
     collectives = ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "no collectives"
-    where = format_devices([str(device_plan.device) for device_plan in plan.lanes])
-    simulated = " (simulated)" if plan.lanes[0].backend.name == "simulated" else ""
-    idle = f"{format_devices(plan.spare)} left free; " if plan.spare else ""
-    if len(plan.lanes) > 1 and len(plan.stages) == 1 and not _has_sharded_leaves_or_outputs(plan):
-        idle += f"each of {len(plan.lanes)} devices does all; "
+    where = format_devices([str(device_plan.device) for device_plan in plan.device_plans])
+    simulated = " (simulated)" if plan.device_plans[0].backend.name == "simulated" else ""
+    idle = f"{format_devices(plan.unused_devices)} left free; " if plan.unused_devices else ""
+    if len(plan.device_plans) > 1 and len(plan.timeline) == 1 and not _has_sharded_leaves_or_outputs(plan):
+        idle += f"each of {len(plan.device_plans)} devices does all; "
     return (
         f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
         f"{collectives}; {plan.flops() / 1e6:.1f} MFLOP; {format_seconds(plan.cost.total)} a run estimated, "
@@ -90,7 +90,7 @@ def format_plan_time_line(plan: Plan) -> list[str]:
 
     The search predicts shorter times, because the programs contain copies that the search does not see.
     """
-    if not plan.cuts:
+    if not plan.sharded_factors:
         return []
     return [f"with all that the programs copy: {format_seconds(plan.cost.total)}, {plan.cost.meetings} collectives"]
 
@@ -98,20 +98,20 @@ def format_plan_time_line(plan: Plan) -> list[str]:
 def format_placement_lines(plan: Plan) -> list[str]:
     """Format the placement of pinned nodes: one line for each reason why nodes run on one device alone."""
     lines = []
-    for placed in plan.placed:
+    for placed in plan.pinned_nodes:
         first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
         node_range = (
             first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
         )
         count = f"{len(placed.nodes)} node{'s' if others else ''}"
-        lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({node_range}): {placed.because}")
+        lines.append(f"{plan.device_plans[placed.device].device} alone runs {count} ({node_range}): {placed.because}")
     return lines
 
 
 def format_transport_lines(plan: Plan) -> list[str]:
     """Format how the devices of each backend exchange data, if the backend has several transports."""
-    kinds: dict[type, list[Lane]] = {}
-    for device_plan in plan.lanes:
+    kinds: dict[type, list[DevicePlan]] = {}
+    for device_plan in plan.device_plans:
         kinds.setdefault(type(device_plan.backend), []).append(device_plan)
     lines = []
     for device_plans in kinds.values():
@@ -128,11 +128,11 @@ def format_transport_lines(plan: Plan) -> list[str]:
 
 def format_critical_path_lines(plan: Plan) -> list[str]:
     """Format the shares of devices and collectives on the critical path, if there are several devices."""
-    if len(plan.lanes) == 1 or not plan.cost.total:
+    if len(plan.device_plans) == 1 or not plan.cost.total:
         return []
     seconds: dict[str, float] = defaultdict(float)
-    for link in find_critical_path(plan.stages, len(plan.lanes)):
-        name = "collectives" if link.device is None else f"work of {plan.lanes[link.device].device}"
+    for link in find_critical_path(plan.timeline, len(plan.device_plans)):
+        name = "collectives" if link.device is None else f"work of {plan.device_plans[link.device].device}"
         seconds[name] += link.stage.seconds
     ranked = sorted(seconds, key=seconds.__getitem__, reverse=True)
     shares = (f"{seconds[name] / plan.cost.total:.0%} {name}" for name in ranked)
@@ -143,7 +143,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
     """Format the time that overlap saves: devices compute during collectives."""
     if not (hidden := plan.cost.hidden):
         return []
-    device_plans = {id(device_plan.program): device_plan for device_plan in plan.lanes}.values()
+    device_plans = {id(device_plan.program): device_plan for device_plan in plan.device_plans}.values()
     steps = [
         device_plan.program.instructions[at]
         for device_plan in device_plans
@@ -155,7 +155,10 @@ def format_overlap_lines(plan: Plan) -> list[str]:
 
 def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
     """Format the predicted speedup of pipelined runs, if there is one."""
-    times, through = estimate_pipeline_speedup(plan), format_stage_count(count_pipeline_stages(plan), len(plan.lanes))
+    times, through = (
+        estimate_pipeline_speedup(plan),
+        format_stage_count(count_pipeline_stages(plan), len(plan.device_plans)),
+    )
     if times < 1.01:
         return []
     return [f"runs that follow each other through {through} are {times:.2f} times as fast as one by one"]
@@ -167,7 +170,7 @@ def format_numpy_fallback_lines(plan: Plan) -> list[str]:
     A backend has no compiled kernel for such an op.
     """
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for device_plan, costs in zip(plan.lanes, plan.prices, strict=True):
+    for device_plan, costs in zip(plan.device_plans, plan.instruction_costs, strict=True):
         for position in costs.stand_ins:
             instruction = device_plan.program.instructions[position]
             nodes[device_plan.device.kind][instruction.op].add(instruction.index)
@@ -184,12 +187,12 @@ def format_memory_table(plan: Plan) -> list[str]:
     The bytes that are saved for the rollback of a failed run are a part of the compute memory.
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         bytes_by_kind = device_plan.memory()
         free = "-"
         if device_plan.device.memory is not None:
             own = (device_plan.device.kind, device_plan.device.index)
-            parts = [other for other in plan.lanes if (other.device.kind, other.device.index) == own]
+            parts = [other for other in plan.device_plans if (other.device.kind, other.device.index) == own]
             left = device_plan.device.memory - sum(sum(part.memory().values()) for part in parts)
             free = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} short"
         kinds = ("weight", "state", "constant", "arena")
@@ -203,7 +206,7 @@ def format_timeline_table(plan: Plan) -> list[str]:
     reasons, advice = TimelineReasons(plan), find_placement_hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(plan.timeline):
         phrases = [
             reasons.explain_entry(stage),
             *(f"hint: {hint}" for hint in reasons.select_hints_for_entry(stage, advice)),
@@ -224,10 +227,10 @@ def format_timeline_table(plan: Plan) -> list[str]:
 
 def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: str) -> tuple[str, ...]:
     """Format one timeline entry and its reason as a table row."""
-    where = format_devices([str(plan.lanes[d].device) for d in entry.devices])
+    where = format_devices([str(plan.device_plans[d].device) for d in entry.devices])
     if entry.op == "send":
         where = " -> ".join(
-            str(plan.lanes[d].device) for d in sorted(entry.devices, key=lambda d: d != entry.sending_device)
+            str(plan.device_plans[d].device) for d in sorted(entry.devices, key=lambda d: d != entry.sending_device)
         )
     if entry.op != COMPUTE:
         where = f"{'copy' if entry.op == 'send' else entry.op} {where}"
@@ -258,7 +261,7 @@ class TimelineReasons:
         nodes = self._list_entry_nodes(entry)
         if entry.op == COMPUTE:
             return self._explain_compute_span(nodes, entry.devices)
-        return self._explain_collective(self.plan.lanes[entry.sending_device], entry, nodes[0])
+        return self._explain_collective(self.plan.device_plans[entry.sending_device], entry, nodes[0])
 
     def select_hints_for_entry(
         self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]
@@ -278,7 +281,7 @@ class TimelineReasons:
 
     def _list_entry_nodes(self, entry: TimelineEntry) -> list[Node]:
         """List the nodes that a timeline entry computes, in the graph of its first device."""
-        device_plan = self.plan.lanes[entry.sending_device]
+        device_plan = self.plan.device_plans[entry.sending_device]
         instructions = device_plan.program.instructions[
             entry.first_instruction : entry.first_instruction + entry.instruction_count
         ]
@@ -319,10 +322,10 @@ class TimelineReasons:
                 return f"{format_user_value_name(s)} lies in shards, with which each device goes on"
         return "what it reads is whole on each device"
 
-    def _explain_collective(self, device_plan: Lane, entry: TimelineEntry, node: Node) -> str:
+    def _explain_collective(self, device_plan: DevicePlan, entry: TimelineEntry, node: Node) -> str:
         """Explain a collective or a message by the value that it exchanges."""
         if entry.op == "send":
-            to = self.plan.lanes[next(d for d in entry.devices if d != entry.sending_device)].device
+            to = self.plan.device_plans[next(d for d in entry.devices if d != entry.sending_device)].device
             return f"{format_user_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
         source = node.inputs[0]
         sharded_leaf = self._find_nearest_sharded_leaf(source.node)
@@ -337,7 +340,7 @@ class TimelineReasons:
         machines = self._describe_multi_machine_sum(device_plan, entry)
         return f"{format_user_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
-    def _describe_multi_machine_sum(self, device_plan: Lane, entry: TimelineEntry) -> str:
+    def _describe_multi_machine_sum(self, device_plan: DevicePlan, entry: TimelineEntry) -> str:
         """Describe how a sum over several machines is computed, if it is first computed within each machine."""
         cost = self.plan.hardware.estimate_collective_cost(
             entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
@@ -384,7 +387,7 @@ def format_user_value_name(value: Value) -> str:
 
 def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
     """List the pinned device and the reason, by name, of pinned nodes and of the weights and states that they read."""
-    pins_by_name = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
+    pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():
         for leaf in map(find_view_base_node, node.inputs):

@@ -105,11 +105,11 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
             key = int(e["pid"]) - FIRST_DEVICE_PROCESS, tuple(map(int, e["args"]["steps"]))
             taken[key][str(e["args"]["kernel"])].append(_read_event_microseconds(e))
     devices: list[list[MeasuredStep | None]] = [
-        [None] * len(device_plan.program.instructions) for device_plan in plan.lanes
+        [None] * len(device_plan.program.instructions) for device_plan in plan.device_plans
     ]
     for (device, steps), kernels in taken.items():
         seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICROSECONDS_PER_SECOND
-        costs = [plan.prices[device].cost_of(step).seconds for step in steps]
+        costs = [plan.instruction_costs[device].cost_of(step).seconds for step in steps]
         for step, cost in zip(steps, costs, strict=True):
             share = cost / sum(costs) if sum(costs) else 1 / len(steps)
             devices[device][step] = MeasuredStep(" ".join(kernels), seconds * share, len(steps))
@@ -130,7 +130,7 @@ def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str
     """Compute the share of steps with equal shapes in a plan and a trace; the share is 0 if the steps differ."""
     own = [
         [(i.op, i.node, format_first_result_spec(i)) for i in device_plan.program.instructions]
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
     ]
     theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
     if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:

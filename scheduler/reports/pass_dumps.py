@@ -300,7 +300,7 @@ def _format_non_default_attributes(i: Instruction) -> str:
 def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str:
     """Format the program of each device by the function `text`; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))
     return "\n\n".join(f"{' '.join(names)}: {program_text}" for program_text, names in devices.items())
 
@@ -310,7 +310,7 @@ PASS_DUMPS: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
         "graph": lambda plan: format_graph(plan.graph),
         "factors": lambda plan: format_factor_tables(Factors(plan.graph)),
         "layouts": lambda plan: format_layouts(plan.leaves, plan.outputs),
-        "shards": lambda plan: format_device_graphs([device_plan.graph for device_plan in plan.lanes]),
+        "shards": lambda plan: format_device_graphs([device_plan.graph for device_plan in plan.device_plans]),
         "memory": lambda plan: _format_distinct_programs(plan, format_memory_map),
         "steps": lambda plan: _format_distinct_programs(plan, format_program),
     }

@@ -48,7 +48,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
     about = {
         "format": TRACE_FORMAT,
-        "left_out": trace.left_out,
+        "left_out": trace.dropped_runs,
         "plans": [_make_plan_metadata(p, labels[id(p)]) for p in plans],
     }
     yield f'{{"displayTimeUnit": "ns", "otherData": {_to_json(about)},\n"traceEvents": [\n'
@@ -67,9 +67,9 @@ def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
     """Make the metadata of a plan in a trace, which identify the plan: its devices, and the steps of each device."""
     steps = [
         [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
     ]
-    return {"label": label, "devices": [str(device_plan.device) for device_plan in plan.lanes], "steps": steps}
+    return {"label": label, "devices": [str(device_plan.device) for device_plan in plan.device_plans], "steps": steps}
 
 
 def format_first_result_spec(i: Instruction) -> str:
@@ -89,7 +89,7 @@ def _make_process_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]
     """Make the trace events that name processes and threads."""
     yield _make_name_event("process_name", HOST_PROCESS, "hocket")
     yield _make_name_event("thread_name", HOST_PROCESS, "runs")
-    names = {d: str(device_plan.device) for plan in plans for d, device_plan in enumerate(plan.lanes)}
+    names = {d: str(device_plan.device) for plan in plans for d, device_plan in enumerate(plan.device_plans)}
     for device, name in sorted(names.items()):
         yield _make_name_event("process_name", _compute_process_id(device), name)
         yield _make_name_event("thread_name", _compute_process_id(device), "stream 0")
@@ -104,7 +104,7 @@ class _PlanTraceEvents:
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
-        self.live_bytes = [compute_memory_by_step(device_plan.program)[0] for device_plan in plan.lanes]
+        self.live_bytes = [compute_memory_by_step(device_plan.program)[0] for device_plan in plan.device_plans]
         self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
@@ -125,7 +125,7 @@ class _PlanTraceEvents:
         )
         calls_by_collective: dict[int, list[tuple[int, float, float, bool]]] = {}
         for device, steps in enumerate(run.steps):
-            program = self.plan.lanes[device].program
+            program = self.plan.device_plans[device].program
             yield _to_json(
                 _make_counter_event(
                     device, "weights and states", at, program.nbytes("weight") + program.nbytes("state")
@@ -152,8 +152,8 @@ class _PlanTraceEvents:
         """Format the constant part of the event of a step, which is equal in all runs and follows its times."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
-            i = [self.plan.lanes[device].program.instructions[n] for n in step.instruction_numbers]
-            costs = [self.plan.prices[device].cost_of(n) for n in step.instruction_numbers]
+            i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]
+            costs = [self.plan.instruction_costs[device].cost_of(n) for n in step.instruction_numbers]
             args = {
                 "op": " ".join(each.op for each in i),
                 "kernel": step.kernel,

@@ -20,7 +20,7 @@ from ..costs.timeline import InstructionCosts
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes, format_devices, format_seconds
 from ..ir.layout import Replicate
-from ..lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..lowering.device_plan import DevicePlan, find_first_devices_with_same_program
 from ..sharding.pins import find_user_pins, pin_neighbours_of_pinned_nodes
 from .value_layouts import format_value_layouts
 
@@ -59,7 +59,7 @@ def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) 
         plan: The plan.
         layouts: The value layouts of the plan, if the caller has them.
     """
-    if len(plan.lanes) == 1:
+    if len(plan.device_plans) == 1:
         return {}
     moves = _PlacementHintFinder(plan, format_value_layouts(plan) if layouts is None else layouts)
     whole = [v.node for v in plan.graph.weights if isinstance(plan.leaves[v.node.name], Replicate)]
@@ -74,14 +74,15 @@ class _PlacementHintFinder:
         self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
         self.name_by_node = assign_names(plan.graph)
         self.users = plan.graph.users()
-        self.devices = [str(device_plan.device) for device_plan in plan.lanes]
-        self.stored_bytes = [max(1, sum(device_plan.memory().values())) for device_plan in plan.lanes]
+        self.devices = [str(device_plan.device) for device_plan in plan.device_plans]
+        self.stored_bytes = [max(1, sum(device_plan.memory().values())) for device_plan in plan.device_plans]
         self.weight_bytes = [
-            {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes
+            {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"}
+            for device_plan in plan.device_plans
         ]
-        first_equal = find_first_devices_with_same_program(plan.lanes)
+        first_equal = find_first_devices_with_same_program(plan.device_plans)
         runs = {
-            first: _sum_seconds_and_launches_by_node(plan.lanes[first], plan.prices[first])
+            first: _sum_seconds_and_launches_by_node(plan.device_plans[first], plan.instruction_costs[first])
             for first in set(first_equal)
         }
         self.node_times = [runs[first] for first in first_equal]
@@ -173,7 +174,9 @@ class _PlacementHintFinder:
                     yield user
 
 
-def _sum_seconds_and_launches_by_node(device_plan: Lane, prices: InstructionCosts) -> dict[str, tuple[float, float]]:
+def _sum_seconds_and_launches_by_node(
+    device_plan: DevicePlan, prices: InstructionCosts
+) -> dict[str, tuple[float, float]]:
     """Return the predicted seconds and the number of launches of each node of a device, by node name."""
     instructions = device_plan.program.instructions
     return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

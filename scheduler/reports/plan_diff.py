@@ -56,7 +56,7 @@ def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
 def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
     """Count the runs of each collective by op and name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         for i in device_plan.program.instructions:
             if i.op == "send" or (i.op in COLLECTIVES and i.op != "receive" and number == 0):
                 counts[i.op, i.node] += 1
@@ -88,7 +88,9 @@ def _format_surplus_collectives(
 
 def _diff_memory(before: Plan, after: Plan) -> list[str]:
     """Return lines about memory bytes that differ, by device and kind."""
-    was, now = ({str(device_plan.device): device_plan.memory() for device_plan in p.lanes} for p in (before, after))
+    was, now = (
+        {str(device_plan.device): device_plan.memory() for device_plan in p.device_plans} for p in (before, after)
+    )
     lines = []
     for device in dict.fromkeys((*was, *now)):
         if device not in was or device not in now:

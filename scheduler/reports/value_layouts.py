@@ -28,9 +28,9 @@ def format_value_layouts(plan: Plan) -> dict[Node, str]:
     """Format the layout of the first result of each node as a short text, in graph order."""
     node_names = assign_names(plan.graph)
     users = {name: node for node, name in node_names.items()}
-    first = find_first_devices_with_same_program(plan.lanes)
-    own = {d: {name: n for n, name in assign_names(plan.lanes[d].graph).items()} for d in set(first)}
-    graphs = [plan.lanes[d].graph for d in own]
+    first = find_first_devices_with_same_program(plan.device_plans)
+    own = {d: {name: n for n, name in assign_names(plan.device_plans[d].graph).items()} for d in set(first)}
+    graphs = [plan.device_plans[d].graph for d in own]
     whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}
     partial_sum_names = set[str]().union(*(_find_partial_sum_names(graph, users, whole) for graph in graphs))
     layouts = {}

@@ -87,7 +87,10 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
 
     A device may deviate from its share by `BALANCE_TOLERANCE`.
     """
-    own = [{b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"} for device_plan in plan.lanes]
+    own = [
+        {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"}
+        for device_plan in plan.device_plans
+    ]
     once = {
         v.node.name: _compute_unsharded_weight_bytes(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own])
         for v in plan.graph.weights
@@ -101,7 +104,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
     fullest = max(range(len(own)), key=lambda d: stored_bytes[d] / max(shares[d], 1.0))
     over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
     causes = _list_imbalance_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
-    devices = tuple(str(device_plan.device) for device_plan in plan.lanes)
+    devices = tuple(str(device_plan.device) for device_plan in plan.device_plans)
     return WeightBalance(devices, tuple(stored_bytes), tuple(shares), bool(sum(plan.shares)), tuple(causes))
 
 
@@ -114,7 +117,7 @@ def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Seq
         bytes_by_device: Bytes of the weight on each device. Without any, the result is 0.
     """
     device_plan = next(
-        (device_plan for device_plan, nbytes in zip(plan.lanes, bytes_by_device, strict=True) if nbytes), None
+        (device_plan for device_plan, nbytes in zip(plan.device_plans, bytes_by_device, strict=True) if nbytes), None
     )
     return 0 if device_plan is None else device_plan.backend.storage_spec(leaf.specs[0], "weight").nbytes
 
@@ -151,10 +154,10 @@ class _ImbalanceReasons:
         self.leaves = {v.node.name: v for v in plan.graph.weights}
         self.users = plan.graph.users()
         self.factors = Factors(plan.graph)
-        self.sharded_factors = factors_from_positions(plan.graph, self.factors, plan.cuts)
+        self.sharded_factors = factors_from_positions(plan.graph, self.factors, plan.sharded_factors)
         self.factors_by_class = group_factors(plan.graph, self.factors)
         self.class_of = {factor: name for name, members in self.factors_by_class.items() for factor in members}
-        self.costs = AssignmentCost(plan.graph, len(plan.lanes), plan.hardware)
+        self.costs = AssignmentCost(plan.graph, len(plan.device_plans), plan.hardware)
         self._assignment_by_factors: dict[frozenset[Factor], ShardingAssignment] = {}
 
     def explain_weight(self, name: str) -> str:
@@ -170,8 +173,8 @@ class _ImbalanceReasons:
         """Explain why a weight is placed, as a whole, on the given devices only."""
         if self.device not in devices:
             return "whole on other devices"
-        where = format_devices([str(self.plan.lanes[d].device) for d in devices])
-        reasons = "; ".join(dict.fromkeys(p.because for p in self.plan.placed if p.device == self.device))
+        where = format_devices([str(self.plan.device_plans[d].device) for d in devices])
+        reasons = "; ".join(dict.fromkeys(p.because for p in self.plan.pinned_nodes if p.device == self.device))
         return f"whole on {where}{' alone' if len(devices) == 1 else ''}{reasons and ': ' + reasons}"
 
     def _describe_shards(self, name: str, layout: Shard) -> str:
@@ -190,7 +193,7 @@ class _ImbalanceReasons:
 
     def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
         """Describe a wider dtype, ``, stored as f32``, if a shard is not stored in the dtype of the whole weight."""
-        leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
+        leaf, backend = self.leaves[name], self.plan.device_plans[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
         as_stored = backend.storage_spec(local, "weight").dtype
         return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"

@@ -57,19 +57,21 @@ class BoundPlan:
         self.local_devices = tuple(self._buffers)
         self.output_shards: dict[str, dict[int, LocalShard]] = {name: {} for name in self.output_shapes}
         for number in self.local_devices:
-            for name in plan.lanes[number].program.outputs.keys() & self.output_shards.keys():  # others are messages
-                t = plan.lanes[number].program.outputs[name]
+            for name in (
+                plan.device_plans[number].program.outputs.keys() & self.output_shards.keys()
+            ):  # others are messages
+                t = plan.device_plans[number].program.outputs[name]
                 self.output_shards[name][number] = LocalShard(self.view_tensor(number, t), t.dtype)
 
     def view_tensor(self, number: int, tensor: Any) -> Any:
         """Return the array that views the memory of a tensor in the program of device `number`."""
-        return self.plan.lanes[number].backend.view(self._buffers[number][tensor.buffer], tensor)
+        return self.plan.device_plans[number].backend.view(self._buffers[number][tensor.buffer], tensor)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
     def make_input_slots(self, number: int) -> InputSlots:
         """Make the input slots of the program of device `number`."""
-        device_plan, buffers = self.plan.lanes[number], self._buffers[number]
+        device_plan, buffers = self.plan.device_plans[number], self._buffers[number]
         tensors = [*device_plan.program.inputs.values()]
         stored_inputs = tuple((name, t.dtype) for name, t in device_plan.program.inputs.items())
         if isinstance(device_plan.backend, SupportsBatchedWrites):
@@ -147,7 +149,9 @@ class BoundPlan:
             if self.find_output_device(name) == number
         }
         if isinstance(replay, SupportsReturnedOutputs) and not any(part.dtype is DType.BF16 for part in parts.values()):
-            give = replay.make_runner_with_outputs([self.plan.lanes[number].program.outputs[name] for name in parts])
+            give = replay.make_runner_with_outputs(
+                [self.plan.device_plans[number].program.outputs[name] for name in parts]
+            )
             return lambda: dict(zip(parts, give(), strict=True))
 
         def run() -> Mapping[str, Array]:
@@ -180,7 +184,7 @@ class BoundPlan:
             wire: The dtype of transferred numbers.
             follow: Whether runs are pipelined.
         """
-        device_plans, world = self.plan.lanes, self.device_placement.world
+        device_plans, world = self.plan.device_plans, self.device_placement.world
         devices, groups = (
             [device_plan.device for device_plan in device_plans],
             find_collective_groups([device_plan.program for device_plan in device_plans]),
@@ -207,7 +211,7 @@ class BoundPlan:
         self, communicator_group: ThreadGroup | CollectiveGroups | RankGroup
     ) -> dict[int, Callable[[], Any]]:
         """Compile the programs of the local devices with their communicators, and return functions that run them."""
-        device_plans = self.plan.lanes
+        device_plans = self.plan.device_plans
         replays = {
             n: self.compile_program(
                 n,
@@ -223,7 +227,7 @@ class BoundPlan:
 
     def compile_program(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
         """Compile one program for device `number`, and return a function that runs it."""
-        device_plan = self.plan.lanes[number]
+        device_plan = self.plan.device_plans[number]
         return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
     def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
@@ -233,7 +237,7 @@ class BoundPlan:
             number: The number of the device.
             finished: The number or the set of finished instructions; None if it is unknown.
         """
-        program = self.plan.lanes[number].program
+        program = self.plan.device_plans[number].program
         if program.undo and finished is None:
             raise BackendError("it does not say how far it came")
         self.run_program(number, program.build_undo_program(finished or 0))

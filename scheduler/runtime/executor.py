@@ -79,7 +79,7 @@ class Executor:
         self.trace: Trace | None = None
         store.require_devices(plan)
         self._device_lock = DeviceLock(
-            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+            (*store.backends, *(plan.device_plans[number].backend for number in store.between.local_devices))
         )
         with self._device_lock:
             self._bound_plan = BoundPlan(plan, store)
@@ -91,7 +91,7 @@ class Executor:
                 for number, replay in self._program_runners.items()
             }
             self._output_devices = {name: self._bound_plan.find_output_device(name) for name in plan.graph.outputs}
-        devices = [device_plan.device for device_plan in plan.lanes]
+        devices = [device_plan.device for device_plan in plan.device_plans]
         self._device_threads = DeviceThreads(devices, self._bound_plan.local_devices, communicator_group, timeout)
         self._timed_runners = {
             number: cast(SupportsTiming, replay).run_timed
@@ -183,11 +183,11 @@ class Executor:
                 self._require_timing_support()
                 start = time.monotonic()
                 steps = self._run_local_devices(self._timed_runners)
-                in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.lanes)))
+                in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.device_plans)))
                 trace.noted.append((self.plan, self.label, start, time.monotonic(), in_order))
                 return {}
             if trace is not None:
-                trace.left_out += 1
+                trace.dropped_runs += 1
             return self._run_local_devices(works)
 
     def _require_timing_support(self) -> None:
@@ -208,7 +208,7 @@ class Executor:
         return results
 
     def _roll_back(self, number: int, error: BaseException | None) -> None:
-        finished = find_finished_instructions(error, len(self.plan.lanes[number].program.instructions))
+        finished = find_finished_instructions(error, len(self.plan.device_plans[number].program.instructions))
         self._bound_plan.roll_back(number, finished)
 
     def kernels(self, device: int = 0) -> list[str]:
@@ -217,9 +217,9 @@ class Executor:
         If the backend has no kernel names, or if the device belongs to another process, the names are ops. Raises
         `PlanError` for an unknown device number.
         """
-        require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
+        require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.device_plans) - 1))
         compiled = self._program_runners.get(device)
-        ops = [i.op for i in self.plan.lanes[device].program.instructions]
+        ops = [i.op for i in self.plan.device_plans[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
 
     def measure(self) -> Sequence[Sequence[TimedKernel]]:
@@ -272,7 +272,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
     """Bind all weights of the plan to a new store, compile the programs, and return the executor."""
-    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes], world)
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.device_plans], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name not in weights:

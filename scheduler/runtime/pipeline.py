@@ -60,7 +60,7 @@ class PipelinedPlan:
         """Sequences of these plans that are verified to follow each other through the devices."""
         store.require_devices(plan)
         self._device_lock = DeviceLock(
-            (*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices))
+            (*store.backends, *(plan.device_plans[number].backend for number in store.between.local_devices))
         )
         with self._device_lock:
             self._bound_plan = bound = BoundPlan(plan, store)
@@ -70,7 +70,10 @@ class PipelinedPlan:
                 number: _DevicePart(bound, number, replays[number], staying) for number in bound.local_devices
             }
         self._device_threads = DeviceThreads(
-            [device_plan.device for device_plan in plan.lanes], bound.local_devices, self._communicator_group, timeout
+            [device_plan.device for device_plan in plan.device_plans],
+            bound.local_devices,
+            self._communicator_group,
+            timeout,
         )
 
 
@@ -246,7 +249,7 @@ class _DevicePart:
         self.bound_plan, self.number, self.run_program = bound, number, replay
         self.input_slots, self.undo_log = [bound.make_input_slots(number)], UndoLog(bound, number, staying)
         self.output_shards = {name: parts[number] for name, parts in bound.output_shards.items() if number in parts}
-        self.instruction_count = len(bound.plan.lanes[number].program.instructions)
+        self.instruction_count = len(bound.plan.device_plans[number].program.instructions)
 
 
 class _DeviceWorker:

@@ -18,13 +18,14 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import view_constant_array
+from ...graph.old_names import warn_of_old_name
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
 from ..ir.execution_plan import Plan
 from ..ir.formatting import format_bytes
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
-from ..lowering.device_plan import DEVICES_KIND, Devices, Lane
+from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
 from .device_locks import DeviceLock
 from .packed_weight_files import PackedWeightFiles, WeightOrigin
 from .shared_buffers import Arena, WeightCopies
@@ -123,7 +124,7 @@ class Store:
                 other = partial(slice_for_device, stored, spec, layout, number)
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
-    def beside(self) -> Store:
+    def share_weights(self) -> Store:
         """Return a second store for the same devices, with the same weights and with its own states and arena."""
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
@@ -135,12 +136,17 @@ class Store:
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
         return other
 
+    def beside(self) -> Store:
+        """Return `share_weights()`; the old name goes in 0.3."""
+        warn_of_old_name("Store", "beside", "share_weights")
+        return self.share_weights()
+
     def in_turn(self) -> Store:
         """Return a second store for plans that run in turn with plans of this one, with the same weights and arena.
 
         The second store has its own states. Plans on the two stores must not run at the same time.
         """
-        other = self.beside()
+        other = self.share_weights()
         for number, mine in self._device_buffers.items():
             other._device_buffers[number].arena = mine.arena
         return other
@@ -241,7 +247,8 @@ class Store:
                     f"but {planned_entry[0]} {planned_entry[1]} in the plan"
                 )
         return {
-            number: device.list_program_buffers(plan.lanes[number]) for number, device in self._device_buffers.items()
+            number: device.list_program_buffers(plan.device_plans[number])
+            for number, device in self._device_buffers.items()
         }
 
 
@@ -364,7 +371,7 @@ class _DeviceBuffers:
             total[kind] += spec.nbytes
         return total
 
-    def list_program_buffers(self, device_plan: Lane) -> list[Any]:
+    def list_program_buffers(self, device_plan: DevicePlan) -> list[Any]:
         return [self._find_or_allocate_buffer(spec, device_plan.graph) for spec in device_plan.program.buffers]
 
     def _find_or_allocate_buffer(self, spec: BufferSpec, graph: Graph) -> Any:

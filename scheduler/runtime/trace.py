@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...backends.capabilities import TimedKernel
 from ...graph.errors import PlanError
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import RenamedAttribute
 from ...graph.validation import instance_of, integer_between, validate_constructor
 from ..ir.execution_plan import Plan
 
@@ -33,18 +34,20 @@ class TracedRun(NamedTuple):
     steps: Sequence[Sequence[TimedKernel]]
 
 
-@validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
+@validate_constructor(PlanError, dropped_runs=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
     """A trace: the measured runs in the order of execution, at most `MAX_TRACED_RUNS`.
 
-    `left_out` counts the later runs, which are not timed. Executors append to `noted` at the end of a run, because each
-    line of Python then delays the next run.
+    `dropped_runs` counts the later runs, which are not timed. Executors append to `noted` at the end of a run, because
+    each line of Python then delays the next run.
     """
 
-    left_out: int = 0
+    dropped_runs: int = 0
     noted: list[tuple[Plan, str, float, float, Sequence[Iterable[TimedKernel]]]] = field(default_factory=list)
     _runs: list[TracedRun] = field(default_factory=list, init=False)
+
+    left_out = RenamedAttribute("dropped_runs")
 
     @property
     def runs(self) -> Sequence[TracedRun]:

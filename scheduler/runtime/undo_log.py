@@ -32,7 +32,7 @@ class UndoLog:
     """
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
-        self._bound, self._number, self._program = bound, number, bound.plan.lanes[number].program
+        self._bound, self._number, self._program = bound, number, bound.plan.device_plans[number].program
         named = [(self._program.buffers[restore.dst[0].buffer].name, restore) for _, restore in self._program.undo]
         self._backs = [(name, restore) for name, restore in named if name not in staying]
         self._whole = frozenset(name for name, restore in self._backs if _is_whole_state_restore(restore))

@@ -77,24 +77,28 @@ def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> Simulated
     Raises:
         PlanError: If there is a device without a virtual clock.
     """
-    backends = [on if on is not None else device_plan.backend for device_plan in plan.lanes]
+    backends = [on if on is not None else device_plan.backend for device_plan in plan.device_plans]
     clocks = [b for b in backends if isinstance(b, VirtualClockBackend)]
-    if len(clocks) < len(plan.lanes):
-        raise PlanError(f"{plan.lanes[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend")
+    if len(clocks) < len(plan.device_plans):
+        raise PlanError(
+            f"{plan.device_plans[0].device} keeps no virtual clock; plan for null:0, …, or give a null backend"
+        )
     communicator_group = make_local_communicator_group(
-        find_collective_groups([device_plan.program for device_plan in plan.lanes])
+        find_collective_groups([device_plan.program for device_plan in plan.device_plans])
     )
     comms: list[Comm] = (
         [communicator_group.member(i) for i in range(len(clocks))] if len(clocks) > 1 else [SingleDeviceComm()]
     )
     runs = []
-    for clock, device_plan, comm in zip(clocks, plan.lanes, comms, strict=True):
+    for clock, device_plan, comm in zip(clocks, plan.device_plans, comms, strict=True):
         buffers = [clock.alloc(b.nbytes, device_plan.device) for b in device_plan.program.buffers]
         runs.append(clock.compile(device_plan.program, buffers, device_plan.device, comm))
     with ThreadPoolExecutor(len(runs)) as threads:
         for done in [threads.submit(run) for run in runs]:
             done.result()
     return SimulatedRun(
-        tuple(tuple(c.tracks[str(device_plan.device)]) for c, device_plan in zip(clocks, plan.lanes, strict=True)),
-        tuple(sum(b.nbytes for b in device_plan.program.buffers) for device_plan in plan.lanes),
+        tuple(
+            tuple(c.tracks[str(device_plan.device)]) for c, device_plan in zip(clocks, plan.device_plans, strict=True)
+        ),
+        tuple(sum(b.nbytes for b in device_plan.program.buffers) for device_plan in plan.device_plans),
     )

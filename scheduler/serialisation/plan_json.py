@@ -27,7 +27,7 @@ from ..costs.hardware import BUILT_IN_SOURCE, Hardware
 from ..costs.simulated_devices import SIMULATED_BACKEND_NAME, SimulatedBackend, build_simulated_backend
 from ..ir.execution_plan import PinnedNodes, Plan
 from ..ir.layout import Layout, Local, Shard, compute_local_shape
-from ..lowering.device_plan import Lane, find_first_devices_with_same_program
+from ..lowering.device_plan import DevicePlan, find_first_devices_with_same_program
 from ..verifier.plan_verifier import verify_plan
 from .program_data import (
     layout_from_data,
@@ -50,22 +50,22 @@ def plan_to_json(plan: Plan) -> str:
     """
     document = _executable_parts_to_data(plan)
     document["reasons"] = list(plan.reasons)
-    document["placed"] = [asdict(placed) for placed in plan.placed]
+    document["placed"] = [asdict(placed) for placed in plan.pinned_nodes]
     document["hardware"] = asdict(plan.hardware)
     document["shares"] = list(plan.shares)
-    document["spare"] = list(plan.spare)
+    document["spare"] = list(plan.unused_devices)
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
     kinds = {
         device_plan.device.kind: device_plan.backend.data_sheet
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
         if isinstance(device_plan.backend, SimulatedBackend)
     }
     if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if DATA_SHEETS.get(kind) != machine}:
         document["machines"] = unknown
     document["memory"] = [
         {"device": str(device_plan.device), **device_plan.memory(), "capacity": device_plan.device.memory}
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
     ]
     return json.dumps(document, allow_nan=False)
 
@@ -114,10 +114,13 @@ def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
     """
-    first_equal = find_first_devices_with_same_program(plan.lanes)
+    first_equal = find_first_devices_with_same_program(plan.device_plans)
     own = {first: place for place, first in enumerate(dict.fromkeys(first_equal))}
     programs = [
-        {"graph": json.loads(graph_to_json(plan.lanes[first].graph)), **program_to_data(plan.lanes[first].program)}
+        {
+            "graph": json.loads(graph_to_json(plan.device_plans[first].graph)),
+            **program_to_data(plan.device_plans[first].program),
+        }
         for first in own
     ]
     return {
@@ -131,12 +134,12 @@ def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
                 **({} if device_plan.device.part is None else {"part": device_plan.device.part}),
                 "program": own[first],
             }
-            for device_plan, first in zip(plan.lanes, first_equal, strict=True)
+            for device_plan, first in zip(plan.device_plans, first_equal, strict=True)
         ],
         "programs": programs,
         "leaves": {name: layout_to_data(layout) for name, layout in plan.leaves.items()},
         "outputs": {name: layout_to_data(layout) for name, layout in plan.outputs.items()},
-        "cuts": sorted(map(list, plan.cuts)),
+        "cuts": sorted(map(list, plan.sharded_factors)),
     }
 
 
@@ -152,7 +155,7 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
     for entry in document["lanes"]:
         backend, device = _device_from_data(entry, document.get("machines", {}))
         number = require_nonnegative_integer(entry["program"])
-        device_plans.append(Lane(device, backend, graphs[number], programs[number]))
+        device_plans.append(DevicePlan(device, backend, graphs[number], programs[number]))
     return Plan(
         graph,
         tuple(device_plans),
@@ -241,12 +244,13 @@ def _require_nonnegative_number(value: Any) -> float:
 def _verify_plan_form(plan: Plan) -> None:
     """Verify that a plan has the form that the plan verifier presupposes; raise `PlanError` or `GraphError` if not."""
     verify(plan.graph)
-    _require_condition(bool(plan.lanes), "it has no devices")
+    _require_condition(bool(plan.device_plans), "it has no devices")
     _require_condition(
-        len({str(device_plan.device) for device_plan in plan.lanes}) == len(plan.lanes), "it names a device twice"
+        len({str(device_plan.device) for device_plan in plan.device_plans}) == len(plan.device_plans),
+        "it names a device twice",
     )
     done: set[int] = set()
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         if id(device_plan.graph) not in done:
             done.add(id(device_plan.graph))
             if device_plan.graph.nodes:  # a device may have no work
@@ -256,15 +260,15 @@ def _verify_plan_form(plan: Plan) -> None:
         set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves"
     )
     _require_condition(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
-    _require_condition(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
+    _require_condition(len(plan.shares) in (0, len(plan.device_plans)), "it has shares for other devices")
     node_names = set(assign_names(plan.graph).values())
-    for placed in plan.placed:
-        known = placed.device < len(plan.lanes) and node_names.issuperset(placed.nodes)
+    for placed in plan.pinned_nodes:
+        known = placed.device < len(plan.device_plans) and node_names.issuperset(placed.nodes)
         _require_condition(known, "it places nodes or names devices that there are not")
     for leaf in (n for n in plan.graph.nodes if n.is_leaf):
         _verify_leaf_shapes(plan, leaf)
     for name, value in plan.graph.outputs.items():
-        _verify_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.lanes))
+        _verify_layout(f"output {name!r:.60}", value.shape, plan.outputs[name], len(plan.device_plans))
 
 
 def _require_condition(condition: bool, why: str) -> None:
@@ -272,7 +276,7 @@ def _require_condition(condition: bool, why: str) -> None:
         raise PlanError(f"not a plan in JSON: {why}")
 
 
-def _verify_stored_specs(device_plan: Lane) -> None:
+def _verify_stored_specs(device_plan: DevicePlan) -> None:
     """Verify the stored specs of buffers: the backend of this machine stores each leaf in the same way."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
@@ -284,8 +288,8 @@ def _verify_stored_specs(device_plan: Lane) -> None:
 def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
     """Verify that the device graphs have the local shapes of a leaf that its layout states."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
-    _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
-    for number, device_plan in enumerate(plan.lanes):
+    _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.device_plans))
+    for number, device_plan in enumerate(plan.device_plans):
         for own in (n for n in device_plan.graph.nodes if n.name == leaf.name and n.op == leaf.op):
             expected_spec = Spec(compute_local_shape(spec.shape, layout, number), spec.dtype)
             _require_condition(

@@ -5,18 +5,18 @@ Timeline, cost and digest are computed from the other fields. The fields are:
 
 Plan
     graph: obeys the rules of graphs; all other fields are compared with it
-    lanes: at least one, each device once; together they compute the graph
+    device_plans: at least one, each device once; together they compute the graph
     leaves: exactly the graph's leaves; each has this layout where devices read it, and all its entries on some
         device
     outputs: exactly the graph's outputs; each has this layout at the end
-    cuts: each an axis of a leaf that is sharded there or pinned; segments and places serve later plans
+    sharded_factors: each an axis of a leaf that is sharded there or pinned; segments and places serve later plans
     reasons: free, text for people
     hardware: speeds above zero; apart from that free, because it serves predictions
-    placed: existing nodes and devices; each node is computed only there
+    pinned_nodes: existing nodes and devices; each node is computed only there
     host: as hardware
     shares: empty, or one number per device, not negative, one above zero; later plans follow them
-    spare: names of devices that take no part, each once
-Lane
+    unused_devices: names of devices that take no part, each once
+DevicePlan
     device: the backend has it
     backend: stores every dtype and runs every node as the program presupposes
     graph: legal, and each node is a node of the user's graph on the entries of its operands

@@ -25,7 +25,7 @@ from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collectives import COLLECTIVES
-from ..ir.execution_plan import Lane, Plan
+from ..ir.execution_plan import DevicePlan, Plan
 from ..ir.layout import Layout, Local, Partial, Shard
 from .communication.collective_order import find_collective_faults
 from .memory.program_verifier import find_program_faults
@@ -49,7 +49,7 @@ from .values.value_numbering import ValueNumbering
 def verify_plan(plan: Plan) -> None:
     """Verify that a plan computes the user's graph; raise `PlanError` with the first fault."""
     for why in find_plan_faults(plan):
-        raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.lanes)}: {why}")
+        raise PlanError(f"plan for {', '.join(str(device_plan.device) for device_plan in plan.device_plans)}: {why}")
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
@@ -84,9 +84,9 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
         sound = False
         yield why
     seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
-    proven: dict[tuple[object, ...], list[Lane]] = {}
+    proven: dict[tuple[object, ...], list[DevicePlan]] = {}
     unable: dict[tuple[object, ...], list[tuple[Node, str]]] = {}
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         key = (type(device_plan.backend), id(device_plan.graph), id(device_plan.program))
         if key not in seen:
             complaints = list(_find_unproven_device_program_faults(device_plan, proven))
@@ -106,7 +106,7 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
         for node, why in unable[grade]:
             sound = False
             yield f"device {number}: {node!r} cannot run on {device_plan.device}: {why}"
-    for why in find_collective_faults([device_plan.program for device_plan in plan.lanes]):
+    for why in find_collective_faults([device_plan.program for device_plan in plan.device_plans]):
         sound = False
         yield why
     if sound:  # with a fault, the programs do not run the graphs
@@ -120,7 +120,7 @@ def _is_computation(node: Node) -> bool:
 
 
 def _find_unproven_device_program_faults(
-    device_plan: Lane, proven_device_plans: dict[tuple[object, ...], list[Lane]]
+    device_plan: DevicePlan, proven_device_plans: dict[tuple[object, ...], list[DevicePlan]]
 ) -> Iterator[str]:
     """Yield the faults of a device's graph and program, unless an equal graph and program is proven already.
 
@@ -181,7 +181,7 @@ class _PlanCheck:
     """
 
     def __init__(self, plan: Plan, make_trace: Callable[..., ValueTrace]) -> None:
-        self.plan, self.device_count, self.make_trace = plan, len(plan.lanes), make_trace
+        self.plan, self.device_count, self.make_trace = plan, len(plan.device_plans), make_trace
         self.numbering = ValueNumbering(plan.graph)
 
     def find_faults(self) -> Iterator[str]:
@@ -194,7 +194,7 @@ class _PlanCheck:
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
                 yield from self._record_leaf_facts(node, leaves)
-        trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.lanes], leaves)
+        trace = self.make_trace(self.numbering, [device_plan.graph for device_plan in self.plan.device_plans], leaves)
         faults = list(trace.find_faults())
         for why in faults or (
             *self._find_output_faults(trace),
@@ -211,7 +211,7 @@ class _PlanCheck:
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
         pin_by_number: dict[int, tuple[str, int]] = {}
-        for placed in self.plan.placed:
+        for placed in self.plan.pinned_nodes:
             if not 0 <= placed.device < self.device_count:
                 yield f"nodes are pinned to device {placed.device} of {self.device_count}"
             for name in placed.nodes:
@@ -304,7 +304,7 @@ class _PlanCheck:
                 yield f"output {name!r} {axes}"
                 continue
             for device, expected_entries in enumerate(axes):
-                local = self.plan.lanes[device].graph.outputs.get(name)
+                local = self.plan.device_plans[device].graph.outputs.get(name)
                 if (
                     expected_entries is not None
                     and local is None
@@ -315,7 +315,7 @@ class _PlanCheck:
                     yield from self._find_end_value_faults(
                         trace, device, local, value, expected_entries, f"output {name!r}"
                     )
-        for device, device_plan in enumerate(self.plan.lanes):
+        for device, device_plan in enumerate(self.plan.device_plans):
             strange = {name: v for name, v in device_plan.graph.outputs.items() if name not in self.plan.graph.outputs}
             if strange:
                 used = {s for node in device_plan.graph.nodes for s in node.inputs}
@@ -330,7 +330,7 @@ class _PlanCheck:
         entries_by_state = {
             s: self._list_device_entries(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states
         }
-        for device, device_plan in enumerate(self.plan.lanes):
+        for device, device_plan in enumerate(self.plan.device_plans):
             updates: Mapping[str, Value] = {s.node.name: v for s, v in device_plan.graph.updates.items()}
             state_names = {v.node.name for v in device_plan.graph.states}
             for state, axes in entries_by_state.items():

@@ -31,12 +31,13 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
         yield "its layouts are for other outputs than the graph has"
     yield from _find_sharded_axis_faults(plan)
     shares = all(0 <= share < math.inf for share in plan.shares) and sum(plan.shares) > 0
-    if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
+    if plan.shares and (len(plan.shares) != len(plan.device_plans) or not shares):
         yield f"its shares are {list(plan.shares)}, need one per device, none negative, one above zero"
-    named = [*plan.spare, *(str(device_plan.device) for device_plan in plan.lanes)]
-    if len({*named}) < len(named) or not all(map(_is_device_name, plan.spare)):
+    named = [*plan.unused_devices, *(str(device_plan.device) for device_plan in plan.device_plans)]
+    if len({*named}) < len(named) or not all(map(_is_device_name, plan.unused_devices)):
         yield (
-            f"spare devices are {list(plan.spare)}: a name is invalid, belongs to a device of the plan, or occurs twice"
+            f"spare devices are {list(plan.unused_devices)}: a name is invalid, belongs to a device of the plan, "
+            "or occurs twice"
         )
     for hardware in (plan.hardware, plan.host):
         if hardware is not None and not hardware.is_valid:
@@ -53,14 +54,14 @@ def _is_device_name(name: str) -> bool:
 
 def _find_device_list_faults(plan: Plan) -> Iterator[str]:
     """Yield faults of the device list: no device, a repeated device, wrong ranks, or a device that does not exist."""
-    if not plan.lanes:
+    if not plan.device_plans:
         yield "it has no devices"
-    if len({str(device_plan.device) for device_plan in plan.lanes}) != len(plan.lanes):
+    if len({str(device_plan.device) for device_plan in plan.device_plans}) != len(plan.device_plans):
         yield "it names a device twice"
-    ranks = {device_plan.device.rank for device_plan in plan.lanes}
+    ranks = {device_plan.device.rank for device_plan in plan.device_plans}
     if (len(ranks) > 1 and None in ranks) or any(rank is not None and rank < 0 for rank in ranks):
         yield "ranks must be set for all devices or for none, and must not be negative"
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         try:
             own = device_plan.backend.device(device_plan.device.index)
         except HocketError as why:
@@ -81,7 +82,7 @@ def find_device_leaf_faults(plan: Plan) -> Iterator[str]:
     The caller has checked graphs and layouts.
     """
     leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         for own in (n for n in device_plan.graph.nodes if n.is_leaf):
             node = leaves.get(own.name)
             if node is None or (node.op, node.specs[0].dtype) != (own.op, own.specs[0].dtype):
@@ -101,7 +102,7 @@ def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
 def _find_sharded_axis_faults(plan: Plan) -> Iterator[str]:
     """Yield faults of sharded axes: axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
-    for sharded_factor in plan.cuts:
+    for sharded_factor in plan.sharded_factors:
         if [type(part) for part in sharded_factor] != [str, int, int, int]:
             yield f"{sharded_factor} is not a tuple of leaf name, axis, segment and position"
             continue

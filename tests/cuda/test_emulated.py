@@ -230,7 +230,7 @@ def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_ex
     model = open_model(path_of("qwen35"))
     for fast in (False, True):
         session = Session(model, on=DeviceGroup(("numpy:0",), fast=fast))
-        (lane,) = session.plan(session.make_step(4, 4)).lanes
+        (lane,) = session.plan(session.make_step(4, 4)).device_plans
         asked = {i.op: i.attrs["exact"] for i in lane.program.instructions if "exact" in i.attrs}
         assert asked.items() >= {"gated_delta_net": not fast, "mul_mat": not fast}.items()
     with pytest.raises(ModelError, match="leave out one of the two"):

@@ -60,7 +60,7 @@ def test_emulated_devices_run_collectives_through_memory_of_the_host():
     rng = np.random.default_rng(0)
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in (x, up, down)}
     sharded = plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
-    assert any(i.op in COLLECTIVES for i in sharded.lanes[0].program.instructions)
+    assert any(i.op in COLLECTIVES for i in sharded.device_plans[0].program.instructions)
     two, one = (load(each_plan, weights_of(graph, values)) for each_plan in (sharded, plan(graph, ("reference:0",))))
     inputs = {"x": values["x"]}
     np.testing.assert_allclose(two.run(inputs)["y"], one.run(inputs)["y"], rtol=1e-4, atol=1e-4)
@@ -222,6 +222,6 @@ def test_plans_are_built_for_absent_devices_of_amd():
     simulation = parse_simulated_group("mi300x:8")
     assert simulation.hardware_for(graph).bandwidth == 5.3e12
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
-    assert plan.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34
+    assert plan.device_plans[0].memory()["weight"] == 64 * 64 // 32 * 34
     (backend, device), *_ = simulation.group
-    assert "few<" in " ".join(called.kernel for called in backend.list_kernels(plan.lanes[0].program, device))
+    assert "few<" in " ".join(called.kernel for called in backend.list_kernels(plan.device_plans[0].program, device))

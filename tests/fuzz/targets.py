@@ -250,9 +250,9 @@ def read_plan(data: bytes) -> None:
     assert plan_from_json(plan_to_json(plan)).digest() == plan.digest(), "it reads back as another plan"
     assert plan.explain()
     assert plan.cost.total >= 0
-    if any(device_plan.backend.name != "numpy" for device_plan in plan.lanes):
+    if any(device_plan.backend.name != "numpy" for device_plan in plan.device_plans):
         return
-    if sum(sum(device_plan.memory().values()) for device_plan in plan.lanes) > MIB:
+    if sum(sum(device_plan.memory().values()) for device_plan in plan.device_plans) > MIB:
         return
     weights, inputs = _arrays_of_leaves(plan.graph.weights), _arrays_of_leaves(plan.graph.inputs)
     expected = hocket.load(plan_for_group(plan.graph, [find_device("reference:0")]), weights).run(inputs)

@@ -123,7 +123,7 @@ def relatives() -> tuple[Any, ...]:
     fields = (
         getattr(candidate, name)
         for candidate in plans[:3]
-        for name in ("lanes", "leaves", "outputs", "cuts", "hardware", "group", "cost")
+        for name in ("device_plans", "leaves", "outputs", "sharded_factors", "hardware", "group", "cost")
     )
     machines = (
         base.find_device("cpu:0"),
@@ -184,7 +184,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Value", (hocket.Value, {"node": x.node, "index": 0})
     yield "Node", (hocket.Node, {name: getattr(new.node, name) for name in ("op", "src", "attrs", "specs", "name")})
     yield "Plan", (hocket.Plan, {f.name: getattr(plan(), f.name) for f in dataclasses.fields(hocket.Plan)})
-    yield "Trace", (hocket.Trace, {"left_out": 0, "noted": []})
+    yield "Trace", (hocket.Trace, {"dropped_runs": 0, "noted": []})
     yield "LegalRange", (ops.LegalRange, {"low": 0.0, "high": "n", "distinct": True})
     yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
     yield "Graph.leaves", (graph.leaves, {"op": "input"})

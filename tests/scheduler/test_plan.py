@@ -101,10 +101,10 @@ def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
 def test_the_digest_tells_plans_apart_but_not_their_predictions():
     one, two = (plan(mlp(), "cpu:0,cpu:1", split_mode=mode) for mode in ("tensor", "layer"))
     assert one.digest() != two.digest()
-    group = [(device_plan.backend, device_plan.device) for device_plan in one.lanes]
+    group = [(device_plan.backend, device_plan.device) for device_plan in one.device_plans]
     fast = replace(DEFAULT_HARDWARE, flops=2 * DEFAULT_HARDWARE.flops, bandwidth=2 * DEFAULT_HARDWARE.bandwidth)
     faster = plan_for_group(mlp(), group, split_mode="tensor", hardware=fast)
-    assert faster.cuts == one.cuts
+    assert faster.sharded_factors == one.sharded_factors
     assert faster.cost != one.cost
     assert faster.digest() == one.digest()
 
@@ -218,7 +218,7 @@ def test_the_explanation_names_each_collective_and_the_weight_that_causes_it():
 def test_the_explanation_lists_instructions_only_when_asked():
     new_plan = plan(mlp(), "cpu:0,cpu:1")
     assert "->" not in new_plan.explain()
-    assert new_plan.explain(steps=True).count("mul_mat ") == 2 * len(new_plan.lanes)
+    assert new_plan.explain(steps=True).count("mul_mat ") == 2 * len(new_plan.device_plans)
 
 
 def test_a_layer_split_shows_its_copies():
@@ -233,18 +233,18 @@ def test_stages_cover_every_instruction_of_every_device_once():
     for seed in range(6):
         for mode in ("tensor", "layer"):
             new_plan = plan(seeded_graph(seed), "cpu:0,cpu:1,cpu:2", split_mode=mode)
-            for device, device_plan in enumerate(new_plan.lanes):
-                work = sum(s.instruction_count for s in new_plan.stages if s.op == "work" and device in s.devices)
-                stage_count = sum(device in s.devices for s in new_plan.stages if s.op != "work")
+            for device, device_plan in enumerate(new_plan.device_plans):
+                work = sum(s.instruction_count for s in new_plan.timeline if s.op == "work" and device in s.devices)
+                stage_count = sum(device in s.devices for s in new_plan.timeline if s.op != "work")
                 assert work + stage_count == len(device_plan.program.instructions)
 
 
 def test_the_predicted_time_of_a_plan_is_between_its_busiest_device_and_all_stages_in_turn():
     for mode in ("tensor", "layer"):
         new_plan = plan(mlp(), "cpu:0,cpu:1", split_mode=mode)
-        own = [sum(s.seconds for s in new_plan.stages if d in s.devices) for d in range(2)]
+        own = [sum(s.seconds for s in new_plan.timeline if d in s.devices) for d in range(2)]
         assert max(own) <= new_plan.cost.total + 1e-12
-        assert new_plan.cost.total <= sum(s.seconds for s in new_plan.stages) + 1e-12
+        assert new_plan.cost.total <= sum(s.seconds for s in new_plan.timeline) + 1e-12
 
 
 def test_repeats_are_found_and_nothing_is_lost():
@@ -296,7 +296,7 @@ def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, 
     planned = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     monkeypatch.setattr("hocket.scheduler.sharding.search.greedy_search.collapse_repeated_layers", lambda graph: None)
     whole = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    assert planned.cuts == whole.cuts
+    assert planned.sharded_factors == whole.sharded_factors
     assert planned.reasons == whole.reasons
     assert planned.digest() == whole.digest()
 
@@ -373,7 +373,7 @@ def test_the_command_prints_json_that_diff_reads(tmp_path, capsys):
     assert main(["plan", *flags, "--split-mode", "tensor", "--json", "-o", str(path)]) == 0
     out = capsys.readouterr().out
     assert out == path.read_text()
-    assert plan_from_json(out).lanes[1].device.index == 1
+    assert plan_from_json(out).device_plans[1].device.index == 1
     assert main(["plan", *flags, "--split-mode", "tensor", "--diff", str(path)]) == 0
     assert capsys.readouterr().out == "the plans do the same\n"
     assert main(["plan", *flags, "--split-mode", "layer", "--diff", str(path)]) == 0
@@ -419,3 +419,18 @@ def test_a_file_that_is_no_plan_costs_one_line(tmp_path, capsys):
     path.write_bytes(b"\xff{}")
     assert main(["plan", str(path_of("llama")), "--diff", str(path)]) == 2
     assert "is no plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *(("lanes", "device_plans"), ("cuts", "sharded_factors"), ("placed", "pinned_nodes")),
+        *(("spare", "unused_devices"), ("prices", "instruction_costs"), ("stages", "timeline")),
+        ("together", "pipelined_timeline"),
+    ],
+)
+def test_an_old_name_warns_and_gives_the_attribute_with_the_new_name(old: str, new: str):
+    x = input("x", (4,))
+    tiny_plan = plan(Graph({"y": ops.silu(x)}), "numpy:0")
+    with pytest.warns(DeprecationWarning, match=f"Plan.{old} is now called {new}"):
+        assert getattr(tiny_plan, old) is getattr(tiny_plan, new)

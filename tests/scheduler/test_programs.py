@@ -44,9 +44,9 @@ def cache_graph(tokens: int = 1):
 
 def test_a_state_is_updated_in_its_own_memory():
     new_plan = plan(cache_graph())
-    writes = {i.node: i.dst[0].buffer for i in new_plan.lanes[0].program.instructions}
-    assert new_plan.lanes[0].program.buffers[writes["new"]].name == "cache"
-    assert [i.node for i in new_plan.lanes[0].program.instructions] == ["cache.save", "new", "0"]
+    writes = {i.node: i.dst[0].buffer for i in new_plan.device_plans[0].program.instructions}
+    assert new_plan.device_plans[0].program.buffers[writes["new"]].name == "cache"
+    assert [i.node for i in new_plan.device_plans[0].program.instructions] == ["cache.save", "new", "0"]
 
 
 def test_readers_of_the_old_value_run_before_the_writer():
@@ -55,7 +55,7 @@ def test_readers_of_the_old_value_run_before_the_writer():
     reads_new = ops.mul_mat(new, rows, name="reads_new")
     reads_old = ops.mul_mat(cache, rows, name="reads_old")  # reached last in graph order
     new_plan = plan(Graph({"new": reads_new, "old": reads_old}, {cache: new}))
-    order = [i.node for i in new_plan.lanes[0].program.instructions]
+    order = [i.node for i in new_plan.device_plans[0].program.instructions]
     assert order.index("reads_old") < order.index("new") < order.index("reads_new")
     run = load(new_plan, {})
     first = run.run({"rows": [[1, 2, 3, 4]], "ids": [3]})
@@ -74,7 +74,7 @@ def test_what_only_a_new_state_needs_does_not_keep_memory_to_the_end():
             both = ops.concat(old, x, axis=0)
             updates[old] = ops.get_rows(both, rows)
             x = ops.silu(ops.ssm_conv(both, weight(f"w.{layer}", (64, 4))))
-        (device_plan,) = plan(Graph({"y": x}, updates)).lanes
+        (device_plan,) = plan(Graph({"y": x}, updates)).device_plans
         return device_plan.memory()["arena"] - device_plan.program.undo_bytes
 
     assert arena(8) == arena(2)
@@ -85,7 +85,7 @@ def test_a_reader_that_needs_the_new_value_forces_a_copy():
     old, new = counter()
     late = ops.sub(new, old, name="late")
     new_plan = plan(Graph({"late": late}, {old: new}))
-    assert [i.node for i in new_plan.lanes[0].program.instructions][-1] == "n.update"
+    assert [i.node for i in new_plan.device_plans[0].program.instructions][-1] == "n.update"
     run = load(new_plan, {})
     for n in range(3):
         np.testing.assert_array_equal(run.run({})["late"], [1, 1])
@@ -118,7 +118,7 @@ def test_collectives_that_are_numbered_against_their_operands_are_refused(backen
 def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
     group = [find_device("reference:0"), find_device("reference:1")]
     plan = plan_for_group(perceptron(2), group, split_mode="tensor", hardware=SLOW)
-    numbers = [i.attrs["sequence"] for i in plan.lanes[0].program.instructions if i.op in COLLECTIVES]
+    numbers = [i.attrs["sequence"] for i in plan.device_plans[0].program.instructions if i.op in COLLECTIVES]
     assert numbers == [0, 1, 2]
 
     def reverse_numbers(program):
@@ -129,9 +129,10 @@ def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
         return dataclasses.replace(program, instructions=tuple(steps))
 
     device_plans = tuple(
-        dataclasses.replace(device_plan, program=reverse_numbers(device_plan.program)) for device_plan in plan.lanes
+        dataclasses.replace(device_plan, program=reverse_numbers(device_plan.program))
+        for device_plan in plan.device_plans
     )
-    assert any("runs after" in why for why in find_plan_faults(dataclasses.replace(plan, lanes=device_plans)))
+    assert any("runs after" in why for why in find_plan_faults(dataclasses.replace(plan, device_plans=device_plans)))
 
 
 def test_states_can_trade_places():
@@ -166,7 +167,7 @@ def test_a_state_takes_a_transposed_value_in_place_where_the_transposed_axis_has
     """How far entries of such an axis lie apart means nothing, to the planner and to the verifier."""
     old, x, up = state("old", (2, 1, 8)), input("x", (2, 8, 3)), weight("up", (1, 3))
     new_plan = plan(Graph({"y": ops.silu(x)}, {old: ops.transpose(ops.mul_mat(up, x, name="new"))}))
-    program = new_plan.lanes[0].program
+    program = new_plan.device_plans[0].program
     (new,) = (i for i in program.instructions if i.node == "new")
     assert program.buffers[new.dst[0].buffer].name == "old"
 
@@ -174,7 +175,7 @@ def test_a_state_takes_a_transposed_value_in_place_where_the_transposed_axis_has
 def test_a_state_that_stays_as_it_is_costs_nothing():
     a = state("a", (2,))
     new_plan = plan(Graph({"twice": ops.add(a, a)}, {a: a}))
-    assert len(new_plan.lanes[0].program.instructions) == 1
+    assert len(new_plan.device_plans[0].program.instructions) == 1
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -205,7 +206,7 @@ def test_chains_of_elementwise_ops_share_one_memory():
 
 
 def test_the_same_graph_gives_the_same_plan():
-    assert plan(cache_graph()).lanes[0].program == plan(cache_graph()).lanes[0].program
+    assert plan(cache_graph()).device_plans[0].program == plan(cache_graph()).device_plans[0].program
 
 
 def test_planning_leaves_the_graph_as_it_was():
@@ -222,7 +223,7 @@ def test_a_reshape_that_strides_cannot_say_gets_a_copy():
     x = input("x", (3, 4))
     y = ops.reshape(ops.transpose(x), shape=(12,))
     new_plan = plan(Graph({"y": ops.neg(y)}))
-    assert [i.op for i in new_plan.lanes[0].program.instructions] == ["cont", "neg"]
+    assert [i.op for i in new_plan.device_plans[0].program.instructions] == ["cont", "neg"]
     out = load(new_plan, {}).run({"x": np.arange(12).reshape(3, 4)})
     np.testing.assert_array_equal(out["y"], -np.arange(12).reshape(3, 4).T.ravel())
 
@@ -233,7 +234,7 @@ def test_a_kernel_that_cannot_read_strides_gets_one_copy_for_all_readers():
     x = ops.transpose(input("x", (3, 4)))
     graph = Graph({"y": ops.mul(ops.mul(x, x), x), "z": ops.neg(x)})
     plan = plan_for_group(graph, [(backend, device)])
-    assert [i.op for i in plan.lanes[0].program.instructions].count("cont") == 1
+    assert [i.op for i in plan.device_plans[0].program.instructions].count("cont") == 1
     data = np.arange(12.0).reshape(3, 4)
     out = load(plan, {}).run({"x": data})
     np.testing.assert_array_equal(out["y"], data.T**3)
@@ -354,11 +355,21 @@ def test_the_verifier_finds_a_program_where(fault):
     new = ops.set_rows(cache, d, input("ids", (2,), "i32"), name="new")
     graph = Graph({"y": ops.mul_mat(new, c, name="y")}, {cache: new})
     new_plan = plan(graph)
-    verify_program(new_plan.lanes[0].graph, new_plan.lanes[0].program, new_plan.lanes[0].backend)
-    assert [i.node for i in new_plan.lanes[0].program.instructions] == ["a", "b", "c", "d", "cache.save", "new", "y"]
+    verify_program(new_plan.device_plans[0].graph, new_plan.device_plans[0].program, new_plan.device_plans[0].backend)
+    assert [i.node for i in new_plan.device_plans[0].program.instructions] == [
+        "a",
+        "b",
+        "c",
+        "d",
+        "cache.save",
+        "new",
+        "y",
+    ]
     assert list(
         find_program_faults(
-            new_plan.lanes[0].graph, plant_fault(new_plan.lanes[0].program, fault), new_plan.lanes[0].backend
+            new_plan.device_plans[0].graph,
+            plant_fault(new_plan.device_plans[0].program, fault),
+            new_plan.device_plans[0].backend,
         )
     ), fault
 

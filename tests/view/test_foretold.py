@@ -32,7 +32,7 @@ def test_the_predicted_kernels_are_those_that_are_called(devices):
     graph = vision_transformer()
     new_plan = plan(graph, devices, split_mode="tensor")
     executor = load(new_plan, weights(graph))
-    for device, device_plan in enumerate(new_plan.lanes):
+    for device, device_plan in enumerate(new_plan.device_plans):
         assert isinstance(device_plan.backend, ListsKernels)
         predicted = device_plan.backend.list_kernels(device_plan.program, device_plan.device)
         assert select_known_kernels(c.kernel for c in predicted) == select_known_kernels(executor.kernels(device))

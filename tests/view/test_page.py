@@ -81,7 +81,7 @@ def test_an_encoder_that_runs_within_a_decoder_has_rows_of_its_own():
 
 def test_the_rows_take_as_long_as_the_plan_says(plan, page_content):
     """Each device starts a row when it has done the one before and, to meet, all are there."""
-    clock = [0.0] * len(plan.lanes)
+    clock = [0.0] * len(plan.device_plans)
     programs = [d["program"] for d in page_content["plan"]["devices"]]
     seconds = [c[3] for c in page_content["plan"]["costs"]]
     for op, _, cells, devices, _ in page_content["plan"]["rows"]:
@@ -112,7 +112,9 @@ def test_layouts_are_those_of_the_plan_and_partial_sums_are_marked(mode):
 
 def _find_reduced_nodes(plan):
     return [
-        {"name": n.inputs[0].node.name} for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "reduce_scatter")
+        {"name": n.inputs[0].node.name}
+        for n in plan.device_plans[0].graph.nodes
+        if n.op in ("all_reduce", "reduce_scatter")
     ]
 
 
@@ -148,13 +150,13 @@ def test_a_node_names_its_kernel_and_where_that_is_written():
     name, place, text = page_content["kernels"][number]
     assert (name, together) == ("reductions.softmax", 1)
     file, line = place.split(":")
-    assert file == "hocket/backends/cpu/kernels/reductions.py"
+    assert file == "hocket/backends/cpu/kernels/rows/reductions.py"
     assert text.splitlines()[0].startswith("@")
     assert int(line) > 1
 
 
 def test_memory_never_exceeds_the_arena_and_its_peak_nearly_fills_it(plan, page_content):
-    for device, device_plan in zip(page_content["plan"]["devices"], plan.lanes, strict=True):
+    for device, device_plan in zip(page_content["plan"]["devices"], plan.device_plans, strict=True):
         live = page_content["plan"]["programs"][device["program"]]["live"]
         assert len(live) == len(device_plan.program.instructions)
         assert 0.5 * device_plan.memory()["arena"] <= max(live) <= device_plan.memory()["arena"]

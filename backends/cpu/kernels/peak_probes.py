@@ -130,4 +130,4 @@ def make_repeat_amx_tile_products_kernel() -> Kernel:
         release(memory)
         return 0
 
-    return Kernel("limits.multiply_tiles", body)
+    return Kernel("peak_probes.multiply_tiles", body)

@@ -26,7 +26,7 @@ from itertools import pairwise
 from ....graph.graph import Graph
 from ....graph.node import Node
 from ....graph.repeated_runs import PREAMBLE, ShortenedGraph
-from ...ir.execution_plan import Lane, Plan
+from ...ir.execution_plan import DevicePlan, Plan
 from ...ir.layout import Layout
 from .repeatable_runs import RepetitionsOfDeviceGraph, find_device_repetition_faults
 
@@ -39,7 +39,7 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
     With None, the verifier checks each instruction of the plan.
     """
-    shorts = [device_plan.short for device_plan in plan.lanes]
+    shorts = [device_plan.short for device_plan in plan.device_plans]
     first = shorts[0] if shorts else None
     return (
         first.shortened_graph
@@ -56,8 +56,8 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
         shortened: The shortened graph, which has few repetitions of the repeated layers.
     """
     device_plans = [
-        Lane(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
-        for device_plan in plan.lanes
+        DevicePlan(device_plan.device, device_plan.backend, device_plan.short.graph, device_plan.short.program)
+        for device_plan in plan.device_plans
         if device_plan.short is not None
     ]
     shift = (shortened.deep_repetitions.count - shortened.short_count) * shortened.deep_repetitions.length
@@ -68,7 +68,9 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
                 number + (shift if shortened.short_repetitions.repetition_of(number) == shortened.short_count else 0)
             ]
             leaves[node.name] = plan.leaves[long.name]
-    return replace(plan, graph=shortened.short_graph, lanes=tuple(device_plans), leaves=leaves, cuts=frozenset())
+    return replace(
+        plan, graph=shortened.short_graph, device_plans=tuple(device_plans), leaves=leaves, sharded_factors=frozenset()
+    )
 
 
 def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
@@ -81,7 +83,7 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
         (shortened.deep_repetitions.count - shortened.short_count) * shortened.deep_repetitions.length,
     )
     sizes = len(shortened.deep_graph.nodes), len(shortened.short_graph.nodes)
-    if plan.graph is not shortened.deep_graph or plan.placed:
+    if plan.graph is not shortened.deep_graph or plan.pinned_nodes:
         yield "its device plans repeat parts of another graph, or nodes are pinned"
         return
     room = sizes[0] - runs.start - runs.count * runs.length
@@ -219,7 +221,7 @@ def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) ->
 
     The number assigns the device's node to a repetition.
     """
-    for device, device_plan in enumerate(short_plan.lanes):
+    for device, device_plan in enumerate(short_plan.device_plans):
         for node in device_plan.graph.nodes:
             named = NUMBERED_NAME.fullmatch(node.name)
             if named is None or int(named[1]) >= len(shortened.short_graph.nodes):
@@ -238,9 +240,9 @@ def find_repetition_order_faults(short_plan: Plan, shortened: ShortenedGraph) ->
     faults_by_program: dict[tuple[object, ...], list[str]] = {}
     collective_numbers = [
         RepetitionsOfDeviceGraph(device_plan.graph, shortened).list_collectives_with_repetition()
-        for device_plan in short_plan.lanes[:1]
+        for device_plan in short_plan.device_plans[:1]
     ]
-    for device, device_plan in enumerate(short_plan.lanes):
+    for device, device_plan in enumerate(short_plan.device_plans):
         key = type(device_plan.backend), device_plan.backend.name, id(device_plan.graph), id(device_plan.program)
         if key not in faults_by_program:
             faults_by_program[key] = list(

@@ -6,8 +6,8 @@ is global value numbering, as in the GVN pass of LLVM.
 Example: `b` repeats `a`, and `c` copies it, so all three have one number. A device may compute any of them in place
 of the others.
 
->>> from ...graph.node import input
->>> from ...ops import cont, neg
+>>> from hocket.graph.node import input
+>>> from hocket.ops import cont, neg
 >>> x = input("x", (3,))
 >>> a, b = neg(x), neg(x)
 >>> c = cont(a)

@@ -19,15 +19,16 @@ TRANSLATED = """
 import sys
 import llvmlite.binding as llvm
 import numba
-from hocket.backends.cpu import compiler, processor
+from hocket.backends.cpu import target_cpu
+from hocket.backends.cpu.compilation import compiler
 from hocket.graph.dtypes import DType
 
 base, features = sys.argv[1:]
 if base.startswith("x86") and features:  # Numba makes machine code of each part, too, which nothing runs
     numba.config.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},+{features}"
-(like,) = (t for t in processor.PRECOMPILED_TARGETS if t.name == base)
-target = processor._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
-processor.find_compile_target = lambda: target
+(like,) = (t for t in target_cpu.PRECOMPILED_TARGETS if t.name == base)
+target = target_cpu._make_target("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
+target_cpu.find_compile_target = lambda: target
 from hocket.backends.cpu.kernels.packed.format_table import FORMATS
 from hocket.backends.cpu.kernels.matmul.packed_matmul import make_packed_matmul_kernel
 

@@ -27,5 +27,7 @@ def test_a_first_run_of_a_usual_file_compiles_no_kernel():
     for file in FILES:
         model = open_model(FIXTURES / file / "model.gguf")
         for tokens in STEP_TOKEN_COUNTS:
-            (lane,) = plan_for_group(model.graph(Step(1, tokens, 256, 256, 1, keys=KEYS, values=VALUES)), group).lanes
+            (lane,) = plan_for_group(
+                model.graph(Step(1, tokens, 256, 256, 1, keys=KEYS, values=VALUES)), group
+            ).device_plans
             assert {kernel.name for kernel in find_program_kernels(lane.program, 1)} <= ready, file

@@ -54,7 +54,7 @@ def compute_outputs(threads: int, *, is_cached: bool = True) -> np.ndarray:
     plan = plan_with_cache(attending(), [(backend.with_threads(threads), device)])
     if not is_cached:
         plan = hocket.scheduler.plan_for_group(attending(), plan.group)
-    assert bool(plan.lanes[0].program.cache_name) is is_cached
+    assert bool(plan.device_plans[0].program.cache_name) is is_cached
     store = Store(plan.group)
     store.bind("w", W, plan.graph.weights[0].spec, plan.leaves["w"])
     run = Executor(plan, store)
@@ -97,13 +97,13 @@ def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch
     arguments = [lambda names: None]
     assert np.array_equal(compute_outputs(1), whole)
     assert not arguments
-    assert compiler.find_cached_kernel_addresses(["rows.no_such_kernel"]) is None
+    assert compiler.find_cached_kernel_addresses(["elementwise.no_such_kernel"]) is None
 
 
 def test_what_is_read_is_what_was_written(folder: Path):
     backend, device = find_device("cpu:0")
     plan = plan_with_cache(attending(), [(backend.with_threads(2), device)])
-    tables, _ = program_binding.bind_relocatable_program(plan.lanes[0].program, 2)
+    tables, _ = program_binding.bind_relocatable_program(plan.device_plans[0].program, 2)
     assert tables is not None
     again = parse_relocatable_table(tables.to_bytes())
     assert again is not None

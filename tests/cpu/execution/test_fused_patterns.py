@@ -96,7 +96,7 @@ def test_a_head_is_normed_and_rotated_to_the_same_bits_by_one_kernel(
     monkeypatch.setattr(program_binding, "FUSED", {})
     single = load_on(graph, values, 1).run(inputs)
     for run in runs:
-        one = any(name.startswith("rotary.scaled_and_rotated") for name in run.kernels())
+        one = any(name.startswith("rope.scale_and_rotate") for name in run.kernels())
         assert one == (seen in ("", "x"))
         outputs = run.run(inputs)
         assert all(np.array_equal(outputs[name], single[name]) for name in single)
@@ -164,7 +164,7 @@ def test_a_delta_layer_computes_the_same_bits_with_and_without_fused_kernels(
     for _, names in fused.values():
         one = "short_convolution.heads.l2_norm_added" in names
         assert one == (seen == "new" or (not seen and tokens < 8)), "otherwise the state is kept where x was"
-        assert names.count("rows.unary.copy") == single.count("rows.unary.copy") - (4 if one else 1)
+        assert names.count("elementwise.unary.copy") == single.count("elementwise.unary.copy") - (4 if one else 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -65,9 +65,9 @@ class Shuffled(Session):
         if self.seed is None:
             return step_plan
         rng = np.random.default_rng(self.seed)
-        lanes = tuple(replace(lane, program=shuffle_instructions(lane.program, rng)) for lane in step_plan.lanes)
-        assert lanes[0].program.instructions != step_plan.lanes[0].program.instructions
-        return replace(step_plan, lanes=lanes)
+        lanes = tuple(replace(lane, program=shuffle_instructions(lane.program, rng)) for lane in step_plan.device_plans)
+        assert lanes[0].program.instructions != step_plan.device_plans[0].program.instructions
+        return replace(step_plan, device_plans=lanes)
 
 
 def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[list[str]]]:
@@ -95,13 +95,13 @@ def test_a_delta_layer_is_one_row_of_fused_kernels_wherever_its_states_are_saved
     decode = kernels[-1]
     layers = decode.count("short_convolution.heads.l2_norm_added")
     assert layers > 0
-    assert sum(n.startswith("recurrent.delta_net") for n in decode) == layers
+    assert sum(n.startswith("gated_delta_net.advance") for n in decode) == layers
     assert "NumPy" not in decode
 
 
 def test_another_order_is_one_in_which_each_instruction_still_finds_what_it_reads():
     session = Shuffled(open_model(FIXTURES / "qwen35" / "model.gguf"))
-    program = session.plan(session.make_step(1, 8)).lanes[0].program
+    program = session.plan(session.make_step(1, 8)).device_plans[0].program
     moved = shuffle_instructions(program, np.random.default_rng(1))
     places = {id(i): n for n, i in enumerate(moved.instructions)}
     far = [abs(places[id(i)] - n) for n, i in enumerate(program.instructions)]
@@ -122,8 +122,8 @@ def test_a_step_that_fails_in_any_order_leaves_all_states_as_they_were(bad: int,
         [(backend, backend.device(0))],
     )
     rng = np.random.default_rng(seed)
-    (lane,) = new_plan.lanes
-    run = load(replace(new_plan, lanes=(replace(lane, program=shuffle_instructions(lane.program, rng)),)), {})
+    (lane,) = new_plan.device_plans
+    run = load(replace(new_plan, device_plans=(replace(lane, program=shuffle_instructions(lane.program, rng)),)), {})
     inputs = {f"x{i}": rng.standard_normal((1, 64)) for i in range(3)} | {f"ids{i}": [i] for i in range(3)}
     run.run(inputs)
     before = [np.asarray(run.store.state(f"cache{i}")).copy() for i in range(3)]

@@ -115,14 +115,14 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 20, 70])
 def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, threads: int, bad: float):
     names = kernels_of(layers(2, rows, DType.Q8_0), {"x": rows_with_outlier(rows, bad=bad)}, threads)
-    unit = ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
+    unit = ["packed_matmul.multiply.q8_0"] * 2 + ["gated_units.combine.swiglu"]
     if rows == 20 and threads == 2 and not WIDE:  # each thread has 272 columns, which end within a block of 32
-        unit[2:] = ["rows.binary.swiglu", "rounding.quantise_activation_rows"]
+        unit[2:] = ["elementwise.binary.swiglu", "activation_quantisation.quantise_activation_rows"]
     if rows < 20:
-        unit = ["pairs.pair.q8_0.swiglu"]
+        unit = ["gated_matmul_few.multiply.q8_0.swiglu"]
     elif rows == 70 and WIDE:
-        unit = ["pairs_many.pair_many.q8_0.swiglu"]
-    assert names == ["norms.scaled_rms_norm", *unit, "products.product.q4_0", "rows.binary.add"] * 2
+        unit = ["gated_matmul_many.multiply.q8_0.swiglu"]
+    assert names == ["norms.scaled_rms_norm", *unit, "packed_matmul.multiply.q4_0", "elementwise.binary.add"] * 2
 
 
 @pytest.mark.long(cases=1)
@@ -136,8 +136,12 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
     y = ops.mul_mat(down, ops.geglu(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
     names = kernels_of(hocket.Graph({"y": y}), {"x": rows_with_outlier(rows, 1024)}, threads)
     if rows < 8 or WIDE:
-        pair = "pairs.pair" if rows < 8 else "pairs_many.pair_many"
-        assert names == ["rounding.quantise_activation_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
+        pair = "gated_matmul_few.multiply" if rows < 8 else "gated_matmul_many.multiply"
+        assert names == [
+            "activation_quantisation.quantise_activation_rows",
+            f"{pair}.{dtype}.geglu",
+            "packed_matmul.multiply.q8_0",
+        ]
 
 
 @pytest.mark.long(cases=1)
@@ -152,8 +156,8 @@ def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
     x, w = hocket.input("x", (rows, 64)), hocket.weight("w", (2 * half, 64), DType.Q8_0)
     y = ops.glu(ops.mul_mat(w, x), kind="reglu", swapped=swapped)
     names = kernels_of(hocket.Graph({"y": y}), {"x": rows_with_outlier(rows, 64)}, threads)
-    assert ("pairs.pair.q8_0.reglu" in names) == (rows < 20 and half % 16 == 0)
-    assert ("pairs_many.pair_many.q8_0.reglu" in names) == (WIDE and rows == 50 and half % 16 == 0)
+    assert ("gated_matmul_few.multiply.q8_0.reglu" in names) == (rows < 20 and half % 16 == 0)
+    assert ("gated_matmul_many.multiply.q8_0.reglu" in names) == (WIDE and rows == 50 and half % 16 == 0)
 
 
 @pytest.mark.parametrize("total", [0, 7])
@@ -169,9 +173,9 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     graph = hocket.Graph({"y": ops.mul_mat_id(down, unit, ids, **where)})
     chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]] * 30, np.int32)[:rows]
     names = kernels_of(graph, {"x": rows_with_outlier(rows, 64), "ids": chosen}, threads)
-    assert ("pairs.pair.q4_0.swiglu" in names) == (rows < 90)
-    assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and target_cpu.find_amx_support() is not None)
-    assert names.count("rounding.quantise_activation_rows") == 1
+    assert ("gated_matmul_few.multiply.q4_0.swiglu" in names) == (rows < 90)
+    assert ("gated_moe_amx.multiply.q4_0.swiglu" in names) == (rows == 90 and target_cpu.find_amx_support() is not None)
+    assert names.count("activation_quantisation.quantise_activation_rows") == 1
 
 
 @pytest.mark.long(cases=1)
@@ -199,7 +203,7 @@ def test_whatever_else_reads_a_norm_or_a_unit_finds_it(reader: str, rows: int, t
     unit = ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))
     outputs = {"y": ops.add(x, ops.mul_mat(down, unit)), **read(h, "norm"), **read(unit, "unit")}
     names = kernels_of(hocket.Graph(outputs), {"x": rows_with_outlier(rows)}, threads)
-    assert ("rounding.quantise_activation_rows" in names) == (reader == "output")
+    assert ("activation_quantisation.quantise_activation_rows" in names) == (reader == "output")
 
 
 @pytest.mark.parametrize("reader", ["gate", "up"])
@@ -207,7 +211,7 @@ def test_a_product_that_others_read_is_not_hidden_in_a_unit(reader: str):
     x = hocket.input("x", (1, 192))
     both = {n: ops.mul_mat(hocket.weight(n, (544, 192), DType.Q8_0), x) for n in ("gate", "up")}
     graph = hocket.Graph({"y": ops.swiglu(both["gate"], both["up"]), "z": ops.neg(both[reader])})
-    assert kernels_of(graph, {"x": rows_with_outlier(1)}, 2).count("products.product.q8_0") == 2
+    assert kernels_of(graph, {"x": rows_with_outlier(1)}, 2).count("packed_matmul.multiply.q8_0") == 2
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -102,7 +102,7 @@ def close(
     kernels = {step.kernel for step in run.measure()[0]}
     assert "NumPy" not in kernels
     if cache in TILED and tokens >= MIN_PREFILL_TOKENS and target_cpu.find_amx_support():
-        assert f"attention_tiled.attend.{cache}.{cache}" in kernels
+        assert f"amx_attention.attend.{cache}.{cache}" in kernels
     return (
         np.array_equal(found, again) and np.abs(found - REGISTRY["attention"].reference(*exact, **attrs)).max() < error
     )

@@ -32,7 +32,7 @@ def compare(graph: Graph, shares: tuple[float, ...], collectives: list[str], **v
     weights = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.weights}
     feed = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.inputs}
     plan = plan_for_group(graph, group_of(len(shares), "cpu"), tensor_split=shares, **values)
-    assert [n.op for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_sc"))] == collectives
+    assert [n.op for n in plan.device_plans[0].graph.nodes if n.op.startswith(("all_", "reduce_sc"))] == collectives
     (want,) = load(plan_for_group(graph, group_of(1, "cpu")), weights).run(feed).values()
     run = load(plan, weights)
     for _ in range(3):

@@ -197,13 +197,13 @@ def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
 SCRIPT = """
 import numpy as np, platform, sys
 from pathlib import Path
-from hocket.backends.cpu import compiler
+from hocket.backends.cpu.compilation import compiler
 from hocket.backends.cpu.compilation.compiler import KERNEL_FUNCTION
 compiler.PRECOMPILED_FOLDER = Path("nowhere")
 from hocket.backends.cpu.kernels.packed.activation_quantisation import quantise_activation_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, 1, q.ctypes.data, 56, 0], np.int64)
-assert KERNEL_FUNCTION(round_rows.address)(words.ctypes.data, 0, 1) == 0
+assert KERNEL_FUNCTION(quantise_activation_rows.address)(words.ctypes.data, 0, 1) == 0
 compilers = "llvmlite.binding" if (sys.platform, platform.machine()) == ("linux", "x86_64") else "numba"
 print(q[:32].view(np.int8).tolist(), compilers in sys.modules)
 """
@@ -314,10 +314,10 @@ def read_target(target: str, monkeypatch: pytest.MonkeyPatch) -> target_cpu.Targ
 SHIPS = """
 import sys
 from pathlib import Path
-from hocket.backends.cpu import compiler
-from hocket.backends.cpu.kernels import loop
+from hocket.backends.cpu.compilation import compiler
+from hocket.backends.cpu.steps import step_loop
 compiler.PRECOMPILED_FOLDER = Path(sys.argv[1])
-compiler.precompile_kernels([loop.run_step_table])
+compiler.precompile_kernels([step_loop.run_step_table])
 """
 MACHINES = {"avx512-vnni-bf16": 62, "x86-64-v3": 62, "aarch64": 183}
 """Numbers of ELF."""
@@ -333,7 +333,7 @@ def test_kernels_are_compiled_for_other_processors(target: str, tmp_path):
     assert code is not None
     assert code[:4] == b"\x7fELF"
     assert int.from_bytes(code[18:20], "little") == MACHINES[target]
-    assert b"hocket.loop.run_step_table" in code
+    assert b"hocket.step_loop.run_step_table" in code
 
 
 def test_kernels_that_came_with_the_package_are_not_compiled(tmp_path, monkeypatch: pytest.MonkeyPatch):

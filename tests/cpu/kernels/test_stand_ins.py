@@ -20,7 +20,7 @@ from ...given.models.architectures import ALL, write_model
 def test_every_op_of_a_listed_architecture_has_a_compiled_kernel(name, tokens, tmp_path):
     backend = CpuBackend(1)
     graph = load_model(open_gguf(write_model(name, tmp_path))).graph(Step(1, tokens, 64, 64, tokens))
-    (lane,) = plan_for_group(graph, [(backend, backend.device(0))]).lanes
+    (lane,) = plan_for_group(graph, [(backend, backend.device(0))]).device_plans
     assert {lane.program.instructions[position].op for position in lane.find_numpy_fallback_positions()} == set()
 
 

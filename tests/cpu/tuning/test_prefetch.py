@@ -86,7 +86,7 @@ def test_a_product_fetches_as_far_as_its_rows_ask_for(tokens: int, several: bool
     mixed = ops.mul_mat_id(experts, ops.reshape(x, shape=(tokens, 1, 64)), ids)
     graph, backend = hocket.Graph({"y": ops.mul_mat(w, x), "mixed": mixed}), CpuBackend()
     plan = hocket.scheduler.plan_for_group(graph, [(backend, backend.device(0))])
-    assert len([*list_kernel_calls(plan.lanes[0].program, 1, str)]) > 2
+    assert len([*list_kernel_calls(plan.device_plans[0].program, 1, str)]) > 2
     assert asked == [several, False], "slots are spread over more experts than there are slots"
 
 

@@ -113,7 +113,7 @@ def test_machine_code_that_does_more_is_found(what):
 
 def count_launches(planned):
     """How many launches a plan for one device takes."""
-    (lane,) = planned.lanes
+    (lane,) = planned.device_plans
     return len(lane.backend.list_kernels(lane.program, lane.device))
 
 

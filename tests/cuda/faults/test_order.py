@@ -111,7 +111,7 @@ def test_a_graph_on_two_devices_is_in_order():
         plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0))),
         weights_of(graph, values),
     )
-    assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
+    assert any(i.op in COLLECTIVES for i in run.plan.device_plans[0].program.instructions)
     for _ in range(2):
         run.run({"x": rng.standard_normal((5, 8)).astype(np.float32)})
         log = driver.take_log()

@@ -68,7 +68,7 @@ def test_launches_that_need_nothing_of_a_sum_are_beside_it():
     backend = RecordingBackend()
     plan, run = running(backend)
     run()
-    program = plan.lanes[0].program.instructions
+    program = plan.device_plans[0].program.instructions
     both = [step for step in backend.recorded[0] if isinstance(step, CollectiveOverlap)]
     assert all(program[beside.number].op in COLLECTIVES for beside in both)
     assert [[program[step.number].node for step in beside.overlapped] for beside in both] == [["product.1"], ["norm.0"]]
@@ -82,7 +82,7 @@ def test_launches_beside_a_sum_are_timed_as_all_others():
     loaded.run(feed)
     with ThreadPoolExecutor(2) as pool:
         timed = [*pool.map(lambda replay: replay.run_timed(), loaded._program_runners.values())]
-    order = [i.node for i in plan.lanes[0].program.instructions]
+    order = [i.node for i in plan.device_plans[0].program.instructions]
     for times in timed:
         seen = [order[n] for t in times for n in t.instruction_numbers]
         assert [*dict.fromkeys(seen)] == order
@@ -105,7 +105,7 @@ def test_a_sum_through_memory_of_the_host_hides_nothing_in_the_clock_as_in_the_r
     run()
     assert not [step for steps in backend.recorded for step in steps if isinstance(step, CollectiveOverlap)]
     assert plan.cost.hidden == 0 < plan.cost.collectives
-    assert not any(stage.is_overlapped and stage.count for stage in plan.stages)
+    assert not any(stage.is_overlapped and stage.count for stage in plan.timeline)
     assert "devices compute beside" not in plan.explain()
     assert branches_on(EmulatedBackend()).cost.hidden > 0
 

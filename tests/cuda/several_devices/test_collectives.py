@@ -220,7 +220,7 @@ def test_a_plan_of_several_devices_is_one_recorded_program_each():
     backend, dice = EmulatedBackend(), random.Random(0)
     group = [(backend, backend.device(d)) for d in range(2)]
     run = load(plan_for_group(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice)), w)
-    assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
+    assert any(i.op in COLLECTIVES for i in run.plan.device_plans[0].program.instructions)
     assert (run.run({"x": np.ones((5, 8), np.float32)})["y"] == 96).all()
     assert [len(replay._calls) for replay in run._program_runners.values()] == [1, 1]
 

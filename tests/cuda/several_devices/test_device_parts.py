@@ -77,7 +77,7 @@ def test_parts_share_the_memory_of_their_device(backend):
     shared, own = list_memory_pools(plan)
     assert [str(lane.device) for lane in shared.device_plans] == ["cuda:0.0", "cuda:0.1"]
     assert shared.memory_bytes == own.memory_bytes == 1 << 30
-    assert shared.needed_bytes == sum(sum(lane.memory().values()) for lane in plan.lanes[:2])
+    assert shared.needed_bytes == sum(sum(lane.memory().values()) for lane in plan.device_plans[:2])
 
 
 def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
@@ -92,7 +92,7 @@ def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
 def test_a_plan_for_parts_comes_back_from_json(monkeypatch):
     new_plan = plan(mlp(), ("cpu:0.0", "cpu:0.1", "cpu:1"), split_mode="tensor")
     back = plan_from_json(plan_to_json(new_plan))
-    assert [str(lane.device) for lane in back.lanes] == ["cpu:0.0", "cpu:0.1", "cpu:1"]
+    assert [str(lane.device) for lane in back.device_plans] == ["cpu:0.0", "cpu:0.1", "cpu:1"]
     assert plan_to_json(back) == plan_to_json(new_plan)
 
 

@@ -127,7 +127,7 @@ def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:
     assert main(["bench", TINY, "-p", "0", "-n", "2", "-r", "3", "-t", "2", "--profile"]) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "tg2, 2 threads, cpu:0"
-    assert any("products.product.q8_0" in line for line in lines)
+    assert any("packed_matmul.multiply.q8_0" in line for line in lines)
     assert lines[-1].endswith(bench.OUTSIDE_KERNELS)
     shares = [float(line.split("µs")[1].split("%")[0]) for line in lines]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))

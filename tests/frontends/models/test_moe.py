@@ -213,7 +213,7 @@ def test_experts_sharded_inside_need_one_collective_per_layer_to_be_combined(nam
     """Check that the reduced value is the weighted sum [T, E] with the shared expert, not the answers [T, used, E]."""
     new_plan = plan_sharded_experts(load_model(open_fixture(name)), Step(1, rows, 32, 32, rows), n)
     assert reductions(new_plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
-    local = {node.name: node.specs[0].shape for node in new_plan.lanes[0].graph.nodes if node.op == "weight"}
+    local = {node.name: node.specs[0].shape for node in new_plan.device_plans[0].graph.nodes if node.op == "weight"}
     assert local["blk.0.ffn_down_exps.weight"] == (8, 64, 16 // n)
 
 
@@ -221,7 +221,7 @@ def test_experts_sharded_inside_need_one_collective_per_layer_to_be_combined(nam
 def test_the_search_shards_experts_where_a_batch_makes_it_pay(name: str) -> None:
     model = load_model(open_fixture(name))
     new_plan = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
-    assert any("_exps" in leaf for leaf, *_ in new_plan.cuts)
+    assert any("_exps" in leaf for leaf, *_ in new_plan.sharded_factors)
     assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layers)
 
 

@@ -133,7 +133,7 @@ def fail_everywhere(bench: FaultyRun) -> int:
     before, fails = bench.copy_states(), 0
     outputs = bench.outputs()
     after = bench.copy_states()
-    for device_plan in bench.run.plan.lanes:
+    for device_plan in bench.run.plan.device_plans:
         for number, i in enumerate(device_plan.program.instructions):
             bench.reset()
             bench.backend.plan_fault(device_plan.device, number, late=number % 2 == 0)

@@ -71,7 +71,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "one device": lambda: plan_for_group(decoder(), faulty_group(1, "numpy")),
     "cut": lambda: dataclasses.replace(
         plan_for_group(decoder(), faulty_group(2), split_mode="tensor", hardware=SLOW),
-        spare=("reference:2", "reference:3"),
+        unused_devices=("reference:2", "reference:3"),
     ),
     "cut unevenly": lambda: plan_for_group(
         decoder(), faulty_group(3, "numpy"), choose=shard_by_seed(3), tensor_split=(2, 1, 1)
@@ -144,8 +144,8 @@ def _put(plan: Plan, site: FieldSite, value: Any) -> Plan:
 def move_value(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A value lies elsewhere, for all who write and read it."""
     plan = plan_by_name(name)
-    number = dice.randrange(len(plan.lanes))
-    program = plan.lanes[number].program
+    number = dice.randrange(len(plan.device_plans))
+    program = plan.device_plans[number].program
     tensors = [t for i in program.instructions for t in (*i.src, *i.dst, i.scratch) if t is not None]
     if not tensors:
         return
@@ -177,8 +177,8 @@ def move_value(name: str, dice: random.Random) -> Iterator[Mutant]:
 def move_step(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A step runs at another time; saves keep their undo."""
     plan = plan_by_name(name)
-    number = dice.randrange(len(plan.lanes))
-    program = plan.lanes[number].program
+    number = dice.randrange(len(plan.device_plans))
+    program = plan.device_plans[number].program
     steps = len(program.instructions)
     if steps < 2:
         return
@@ -194,8 +194,8 @@ def move_step(name: str, dice: random.Random) -> Iterator[Mutant]:
 def edit_node_and_lower(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A node of a device's graph has another attribute or reads other values; the program follows the graph."""
     plan = plan_by_name(name)
-    number = dice.randrange(len(plan.lanes))
-    graph = plan.lanes[number].graph
+    number = dice.randrange(len(plan.device_plans))
+    graph = plan.device_plans[number].graph
     inner = [n for n in graph.nodes if not n.is_leaf]
     if not inner:
         return
@@ -225,7 +225,7 @@ def _edits(node: Node, values: list[Value], dice: random.Random) -> Iterator[tup
 
 def _with_node(plan: Plan, number: int, node: Node, src: Any, attrs: Any, *, both: bool) -> Plan:
     """`plan` with a node of a device made anew, in all devices that share the graph if `both`, and lowered again."""
-    graph = plan.lanes[number].graph
+    graph = plan.device_plans[number].graph
     became: dict[Value, Value] = {}
     after = False
     waiting = []
@@ -246,18 +246,18 @@ def _with_node(plan: Plan, number: int, node: Node, src: Any, attrs: Any, *, bot
     changed = Graph(
         {k: became[v] for k, v in graph.outputs.items()}, {became[o]: became[v] for o, v in graph.updates.items()}
     )
-    device_plans = list(plan.lanes)
-    for at, device_plan in enumerate(plan.lanes):
+    device_plans = list(plan.device_plans)
+    for at, device_plan in enumerate(plan.device_plans):
         if at == number or (both and device_plan.graph is graph):
             new_graph, program = lower_graph(changed, device_plan.backend, device_plan.device)
             device_plans[at] = dataclasses.replace(device_plan, graph=new_graph, program=program)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def with_program(plan: Plan, number: int, program: Program) -> Plan:
-    device_plans = list(plan.lanes)
+    device_plans = list(plan.device_plans)
     device_plans[number] = dataclasses.replace(device_plans[number], program=program)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 # -------------------------------------------------------------------------------------------------------- judging
@@ -295,7 +295,7 @@ class CampaignCounts:
             self.refused[mutant.where] += 1
             return
         try:
-            Store([(device_plan.backend, device_plan.device) for device_plan in mutant.plan.lanes])
+            Store([(device_plan.backend, device_plan.device) for device_plan in mutant.plan.device_plans])
         except PlanError:  # devices of processes that are not there
             self.refused[mutant.where] += 1
             return
@@ -315,7 +315,12 @@ class CampaignCounts:
 def _runs_as(one: Plan, two: Plan) -> bool:
     """Whether nothing that the executor reads differs."""
     parts = [
-        (plan.graph, plan.leaves, plan.outputs, [(str(v.device), v.backend, v.graph, v.program) for v in plan.lanes])
+        (
+            plan.graph,
+            plan.leaves,
+            plan.outputs,
+            [(str(v.device), v.backend, v.graph, v.program) for v in plan.device_plans],
+        )
         for plan in (one, two)
     ]
     return parts[0] == parts[1]

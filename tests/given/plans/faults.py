@@ -136,12 +136,12 @@ def rebuild_graph(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
 
 def on(plan: Plan, *devices: int, graph: Callable[[Graph], Graph]) -> Plan:
     """`plan` with the graphs of some devices changed, and lowered again."""
-    device_plans = list(plan.lanes)
+    device_plans = list(plan.device_plans)
     for device in devices:
         device_plan = device_plans[device]
         lowered, program = lower_graph(graph(device_plan.graph), device_plan.backend, device_plan.device)
         device_plans[device] = dataclasses.replace(device_plan, graph=lowered, program=program)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def nodes(plan: Plan, *devices: int, **edits: Edit) -> Plan:
@@ -187,34 +187,34 @@ def with_placement_text(plan: Plan, old: str, *new: str, device: int | None = No
     """`plan` that says other things of where the node `old` is placed."""
     placed = tuple(
         dataclasses.replace(p, nodes=new, device=p.device if device is None else device) if old in p.nodes else p
-        for p in plan.placed
+        for p in plan.pinned_nodes
     )
-    assert placed != plan.placed
-    return dataclasses.replace(plan, placed=placed)
+    assert placed != plan.pinned_nodes
+    return dataclasses.replace(plan, pinned_nodes=placed)
 
 
 def with_refusing_device(plan: Plan, device: int, op: str) -> Plan:
     """`plan` with a device that cannot run an op."""
-    device_plans = list(plan.lanes)
+    device_plans = list(plan.device_plans)
     backend = copy.copy(device_plans[device].backend)
     able = backend.supports
     refusal = Support(False, "not here")
     setattr(backend, "supports", lambda node, on: refusal if node.op == op else able(node, on))  # noqa: B010  # mypy refuses the plain assignment
     device_plans[device] = dataclasses.replace(device_plans[device], backend=backend)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def with_program_changes(plan: Plan, device: int, **changes: Any) -> Plan:
     """`plan` with parts of a device's program replaced."""
-    device_plans = list(plan.lanes)
+    device_plans = list(plan.device_plans)
     program = dataclasses.replace(device_plans[device].program, **changes)
     device_plans[device] = dataclasses.replace(device_plans[device], program=program)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Plan:
     """`plan` with one instruction of a device changed."""
-    instructions = plan.lanes[device].program.instructions
+    instructions = plan.device_plans[device].program.instructions
     assert any(i.node == name for i in instructions), f"no step is called {name}: {[i.node for i in instructions]}"
     return with_program_changes(
         plan, device, instructions=tuple(change(i) if i.node == name else i for i in instructions)
@@ -223,7 +223,7 @@ def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Pl
 
 def with_undo_changes(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
     """Return `plan` with changed undo instructions of a device, by the position of their saves."""
-    undo = dict(plan.lanes[device].program.undo)
+    undo = dict(plan.device_plans[device].program.undo)
     change(undo)
     return with_program_changes(plan, device, undo=tuple(undo.items()))
 
@@ -251,16 +251,16 @@ def renumber_collectives(plan: Plan, device: int, numbers: Mapping[int, int]) ->
             {became[old]: became[new] for old, new in graph.updates.items()},
         )
 
-    device_plan = plan.lanes[device]
+    device_plan = plan.device_plans[device]
     instructions = tuple(dataclasses.replace(i, attrs=change(i.attrs)) for i in device_plan.program.instructions)
     program = dataclasses.replace(device_plan.program, instructions=instructions)
-    device_plans = list(plan.lanes)
+    device_plans = list(plan.device_plans)
     device_plans[device] = dataclasses.replace(device_plan, graph=fresh(device_plan.graph), program=program)
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def steps_exchanged(device: int, one: str, two: str) -> Plan:
-    instructions = list(tensor_plan().lanes[device].program.instructions)
+    instructions = list(tensor_plan().device_plans[device].program.instructions)
     at = {i.node: n for n, i in enumerate(instructions)}
     instructions[at[one]], instructions[at[two]] = instructions[at[two]], instructions[at[one]]
     return with_program_changes(tensor_plan(), device, instructions=tuple(instructions))
@@ -268,7 +268,7 @@ def steps_exchanged(device: int, one: str, two: str) -> Plan:
 
 def without_step(plan: Plan, device: int, name: str) -> Plan:
     """Remove the step `name` of a device, with the instruction that undoes it."""
-    program = plan.lanes[device].program
+    program = plan.device_plans[device].program
     at = [i.node for i in program.instructions].index(name)
     instructions = (*program.instructions[:at], *program.instructions[at + 1 :])
     undo = tuple((n - (n > at), back) for n, back in program.undo if n != at)

@@ -108,5 +108,5 @@ def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, toleranc
 
 
 def reductions(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    collectives = [n for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_scatter"))]
+    collectives = [n for n in plan.device_plans[0].graph.nodes if n.op.startswith(("all_", "reduce_scatter"))]
     return [(n.op, n.specs[0].shape) for n in collectives]

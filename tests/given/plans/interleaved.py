@@ -51,13 +51,13 @@ class InterleavedPlan:
 
     def __init__(self, plan: Plan, bind: Callable[[Store], None]) -> None:
         self.plan = plan
-        self.store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
+        self.store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.device_plans])
         bind(self.store)
         self.buffers = list(self.store.buffers(plan).values())
         self.messages: dict[tuple[int, int, int], Any] = {}
-        self.talks = [InterleavedComm(d, len(plan.lanes), self.messages) for d in range(len(plan.lanes))]
+        self.talks = [InterleavedComm(d, len(plan.device_plans), self.messages) for d in range(len(plan.device_plans))]
         self.steps = []
-        for device_plan, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
+        for device_plan, buffers, talk in zip(plan.device_plans, self.buffers, self.talks, strict=True):
             programs = [
                 dataclasses.replace(device_plan.program, instructions=(i,)) for i in device_plan.program.instructions
             ]
@@ -66,7 +66,7 @@ class InterleavedPlan:
     def run(self, inputs: Mapping[str, Any], seed: int, poison: int | None = 0xFF) -> dict[str, Any]:
         """Outputs by name.  `poison` fills fresh memory; None means noise.  Raises `DeadlockError`."""
         dice = random.Random(seed)
-        for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True):
+        for device_plan, buffers in zip(self.plan.device_plans, self.buffers, strict=True):
             arena = buffers[0]
             arena[...] = np.random.default_rng(seed).integers(0, 256, arena.size) if poison is None else poison
             for name, tensor in device_plan.program.inputs.items():
@@ -121,7 +121,7 @@ class InterleavedPlan:
     def _outputs(self) -> dict[str, Any]:
         views = [
             {name: device_plan.backend.view(buffers[t.buffer], t) for name, t in device_plan.program.outputs.items()}
-            for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True)
+            for device_plan, buffers in zip(self.plan.device_plans, self.buffers, strict=True)
         ]
         return {
             name: assemble_value(

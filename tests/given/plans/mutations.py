@@ -125,11 +125,11 @@ def replace_graph_node(graph: Graph, at: int, changed: Node) -> Graph:
 
 def everywhere(plan: Plan, site: FieldSite, value: Any) -> Plan:
     """`plan` with `value` at a site, and there in all devices that share the program, or the graph, of the site's."""
-    if len(site.path) < 3 or site.path[0] != ("field", "lanes"):
+    if len(site.path) < 3 or site.path[0] != ("field", "device_plans"):
         return put(plan, site.path, value)
     part = site.path[2][1]
-    own = getattr(plan.lanes[site.path[1][1]], part)
-    for number, device_plan in enumerate(plan.lanes):
+    own = getattr(plan.device_plans[site.path[1][1]], part)
+    for number, device_plan in enumerate(plan.device_plans):
         if getattr(device_plan, part) is own:
             plan = put(plan, (site.path[0], ("item", number), *site.path[2:]), value)
     return plan

@@ -108,7 +108,7 @@ def _run_faults(plan: Plan, truth: Truth, failing: int) -> str | None:
         for name, array in expected.items():
             if why := _differ(results[name], array):
                 return f"run {number}: {name} {why}"
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         steps = len(device_plan.program.instructions)
         for at in (
             range(0, steps, max(1, steps // failing)) if failing and hasattr(device_plan.backend, "plan_fault") else ()
@@ -129,7 +129,7 @@ def _run_faults(plan: Plan, truth: Truth, failing: int) -> str | None:
 
 
 def _executor(plan: Plan, truth: Truth) -> Executor:
-    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.device_plans])
     for v in truth.graph.weights:
         name = v.node.name
         store.bind(name, as_file_bytes(truth.values[name], v.dtype), v.spec, plan.leaves[name])
@@ -137,7 +137,7 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
 
 
 def _poison(run: Executor) -> None:
-    for device_plan, buffers in zip(run.plan.lanes, run._bound_plan._buffers.values(), strict=True):
+    for device_plan, buffers in zip(run.plan.device_plans, run._bound_plan._buffers.values(), strict=True):
         for spec, buffer in zip(device_plan.program.buffers, buffers, strict=True):
             if spec.kind == "arena":
                 buffer[...] = NAN

@@ -25,14 +25,14 @@ GROUP = [find_device("numpy:0"), find_device("numpy:1")]
 def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
     graph = build_matmul_graph(DType.F32, 4, rows)
     apart = plan_for_group(graph, GROUP, hardware=SHARED)
-    assert len(apart.lanes) == 2
+    assert len(apart.device_plans) == 2
     worthless = replace(SHARED, alone_flops=2.0, alone_bandwidth=2.0)
     whole = plan_for_group(graph, GROUP, hardware=worthless)
-    assert len(whole.lanes) == 1
+    assert len(whole.device_plans) == 1
     one = plan_for_group(graph, GROUP[:1], hardware=SHARED)
     assert whole.cost.total == pytest.approx(one.cost.total / 2, rel=1e-6)
     quarrel = replace(SHARED, alone_flops=1.2, alone_bandwidth=1.2)
-    assert len(plan_for_group(graph, GROUP, hardware=quarrel).lanes) == 2
+    assert len(plan_for_group(graph, GROUP, hardware=quarrel).device_plans) == 2
 
 
 def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
@@ -44,7 +44,7 @@ def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
         )
         for times in (1.0, 2.0)
     }
-    assert [len(plan.lanes) for plan in taken.values()] == [2, 1]
+    assert [len(plan.device_plans) for plan in taken.values()] == [2, 1]
 
 
 def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():

@@ -72,7 +72,7 @@ def test_a_plan_for_an_own_machine_comes_back_from_json(tmp_path):
     plan = plan_for_group(graph, machines.group, hardware=machines.hardware_for(graph), split_mode="tensor")
     again = plan_from_json(plan_to_json(plan))
     assert plan_to_json(again) == plan_to_json(plan)
-    assert [one.device.memory for one in again.lanes] == [48 * GIB] * len(plan.lanes)
+    assert [one.device.memory for one in again.device_plans] == [48 * GIB] * len(plan.device_plans)
     assert "machines" not in plan_to_json(plan_for_group(graph, parse_simulated_group("rtx4090:2").group))
 
 

@@ -52,10 +52,10 @@ def test_a_plan_says_where_a_sum_is_taken_within_machines_first(rows, is_first_w
     graph = Graph({"y": ops.mul_mat(weight("down", (4096, 16384)), hidden)})
     simulation = parse_simulated_group("h200:4,nvlink x 2,ib400")
     new_plan = plan_for_group(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    sums = [stage for stage in new_plan.stages if stage.op == "all_reduce"]  # of some rows at a time
+    sums = [stage for stage in new_plan.timeline if stage.op == "all_reduce"]  # of some rows at a time
     assert len(sums) > 1 or rows == 1
     for sum_ in sums:
-        nbytes = count_collective_bytes(new_plan.lanes[0].program.instructions[sum_.first_instruction])
+        nbytes = count_collective_bytes(new_plan.device_plans[0].program.instructions[sum_.first_instruction])
         collective = simulation.hardware.estimate_collective_cost("all_reduce", nbytes, range(8))
         assert (sum_.seconds, sum_.bytes_sent) == (collective.seconds, collective.bytes_sent)
     line = re.search(r"all_reduce over 2 x 4: \S+ [mu]s inside, \S+ [mu]s across", new_plan.explain())

@@ -47,13 +47,13 @@ def random_sharded_plan(seed: int, backend):
 def as_late(plan):
     """The same plan with each collective where the device waits for it."""
     device_plans = []
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         behind = {at: numbers[-1] + 0.5 for at, numbers in device_plan.overlapped_instructions.items()}
         numbers = sorted(range(len(device_plan.program.instructions)), key=lambda at, behind=behind: behind.get(at, at))
         steps = tuple(device_plan.program.instructions[at] for at in numbers)
         program = dataclasses.replace(device_plan.program, instructions=steps, undo=())
         device_plans.append(dataclasses.replace(device_plan, program=program))
-    return dataclasses.replace(plan, lanes=tuple(device_plans))
+    return dataclasses.replace(plan, device_plans=tuple(device_plans))
 
 
 def outputs_of(plan, seed: int):
@@ -67,7 +67,7 @@ def outputs_of(plan, seed: int):
 
 
 def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_beside_the_second():
-    device_plan = branches_on(Overlapping()).lanes[0]
+    device_plan = branches_on(Overlapping()).device_plans[0]
     order = [i.node for i in device_plan.program.instructions]
     first, second = (n for n, i in enumerate(device_plan.program.instructions) if i.op in COLLECTIVES)
     assert device_plan.overlapped_instructions == {first: (first + 1,), second: (second + 1,)}
@@ -75,12 +75,12 @@ def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_besi
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
-    device_plan = branches_on(find_device("reference:0")[0]).lanes[0]
+    device_plan = branches_on(find_device("reference:0")[0]).device_plans[0]
     assert device_plan.overlapped_instructions == {}
 
 
 def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
-    program = branches_on(Overlapping()).lanes[0].program
+    program = branches_on(Overlapping()).device_plans[0].program
     order = [i.node for i in program.instructions]
     together = (order.index("product.1"), order.index("norm.0"))
     first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
@@ -90,7 +90,7 @@ def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
 
 
 def test_what_a_collective_reads_is_not_written_over_before_the_wait():
-    device_plan = branches_on(Overlapping()).lanes[0]
+    device_plan = branches_on(Overlapping()).device_plans[0]
     first = next(n for n, i in enumerate(device_plan.program.instructions) if i.op in COLLECTIVES)
     collective, product = device_plan.program.instructions[first], device_plan.program.instructions[first + 1]
     for there in (*collective.src, *collective.dst):
@@ -102,7 +102,7 @@ def test_what_a_collective_reads_is_not_written_over_before_the_wait():
 def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
     plan = random_sharded_plan(seed, Overlapping())
     late = as_late(plan)
-    assert any(device_plan.overlapped_instructions for device_plan in plan.lanes)
+    assert any(device_plan.overlapped_instructions for device_plan in plan.device_plans)
     for one, other in zip(outputs_of(plan, seed), outputs_of(late, seed), strict=True):
         for name, array in one.items():
             np.testing.assert_array_equal(other[name], array)
@@ -131,7 +131,7 @@ def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
 @pytest.mark.parametrize("what", ["src", "dst"])
 def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     """Planted: the second product lies where the first sum is taken from, or where it goes."""
-    program = branches_on(Overlapping()).lanes[0].program
+    program = branches_on(Overlapping()).device_plans[0].program
     first = next(n for n, i in enumerate(program.instructions) if i.op in COLLECTIVES)
     steps = [*program.instructions]
     (there,) = getattr(steps[first], what)
@@ -164,7 +164,7 @@ def test_the_worked_example_waits_for_whichever_takes_longer():
 @pytest.mark.parametrize("seed", range(40))
 def test_the_virtual_clock_and_the_path_take_the_estimated_time(seed):
     plan = random_sharded_plan(seed, NullBackend(SPEEDS, computes_beside=True))
-    path = find_critical_path(plan.stages, len(plan.lanes))
+    path = find_critical_path(plan.timeline, len(plan.device_plans))
     assert np.isclose(sum(link.stage.seconds for link in path), plan.cost.total)
     assert 0.0 <= plan.cost.hidden <= plan.cost.collectives * (1 + 1e-9)
 
@@ -195,8 +195,8 @@ def test_a_plan_says_what_computing_beside_collectives_saves():
 def test_messages_are_waited_for_at_once():
     backend = Overlapping()
     plan = plan_for_group(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
-    assert any(i.op in POINT_TO_POINT_OPS for i in plan.lanes[0].program.instructions)
-    assert all(device_plan.overlapped_instructions == {} for device_plan in plan.lanes)
+    assert any(i.op in POINT_TO_POINT_OPS for i in plan.device_plans[0].program.instructions)
+    assert all(device_plan.overlapped_instructions == {} for device_plan in plan.device_plans)
 
 
 def test_one_device_alone_has_nothing_beside_which_to_compute():

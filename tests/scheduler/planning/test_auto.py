@@ -103,7 +103,9 @@ def read_before_written() -> Graph:
 @pytest.mark.parametrize("count", [2, 4, 5, 8])
 @pytest.mark.parametrize("build", [leaves_only, read_before_written])
 def test_auto_refuses_no_graph_that_one_device_can_run(build, count, hardware):
-    assert plan_for_group(build(), [find_device(f"numpy:{number}") for number in range(count)], hardware=hardware).lanes
+    assert plan_for_group(
+        build(), [find_device(f"numpy:{number}") for number in range(count)], hardware=hardware
+    ).device_plans
 
 
 @pytest.mark.parametrize("kind", ["cuda-emulated", "hip-emulated", "third-party.kind", "numpy"])
@@ -121,7 +123,7 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
     new_plan = plan_for_group(
         Graph({"y": ops.silu(input("x", (1, 4)))}), [find_device(f"{kind}:{n}") for n in (0, 1)], split_mode=mode
     )
-    assert new_plan.spare == (f"{kind}:1",)
+    assert new_plan.unused_devices == (f"{kind}:1",)
 
 
 def test_estimates_are_corrected_by_the_error_of_the_first_one():
@@ -184,7 +186,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
     graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = parse_simulated_group("h200:1")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
-    (device_plan,) = plan.lanes
+    (device_plan,) = plan.device_plans
     assert sum(device_plan.count_launches_by_instruction()) == pytest.approx(len(device_plan.predicted_kernel_calls))
     assert len(device_plan.predicted_kernel_calls) < 0.7 * len(device_plan.program.instructions)
     dear = replace(plan, hardware=replace(plan.hardware, launch=plan.hardware.launch + 1e-3))
@@ -198,7 +200,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
     simulation = parse_simulated_group(f"h200:{devices},nvlink")
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware)
     free = [str(device) for _, device in simulation.group[1:]]
-    assert list(plan.spare) == free
+    assert list(plan.unused_devices) == free
     assert re.match(r"h200:[1-7-]+ left free; ", plan.explain())
     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
     stored_bytes = plan.memory()["weight"] + plan.memory()["state"]

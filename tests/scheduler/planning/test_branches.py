@@ -171,7 +171,7 @@ def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, d
     assert auto.cost.total <= fastest * (1 + (DOUBLED_DEVICES_PENALTY if has_branches(auto) else 1e-3))
     expected = run_twice(plan_for_group(graph, [find_device("numpy:0")]))
     for plan in (auto, *placed[:2]):
-        assert len(plan.lanes) > 1
+        assert len(plan.device_plans) > 1
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(run_twice(plan), expected, strict=True))
         assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
 
@@ -227,7 +227,7 @@ def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine
         where = [(f"^{prefix}\\b", str(simulation.group[i % n][1])) for i, prefix in enumerate(prefixes)]
         rivals.append(plan("none", device_count, where))
     found = [rival for rival in (plan("none", 1), *rivals) if rival is not None]
-    comparable = [p for p in found if count_leaf_bytes(p) <= once * (1 + (len(p.lanes) - 1) / 2)]
+    comparable = [p for p in found if count_leaf_bytes(p) <= once * (1 + (len(p.device_plans) - 1) / 2)]
     assert auto is not None
     assert auto.cost.total <= 1.03 * min(p.cost.total for p in comparable)
 
@@ -249,7 +249,7 @@ def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: s
     """The join reads the tower of the other device first."""
     simulation, graph = parse_simulated_group(machine), build_towers((4, 4))
     plan = plan_for_group(graph, simulation.group, hardware=simulation.hardware_for(graph))
-    (receiver,) = (own for own in plan.lanes if any(n.op == "receive" for n in own.graph.nodes))
+    (receiver,) = (own for own in plan.device_plans if any(n.op == "receive" for n in own.graph.nodes))
     ran = [i.op for i in receiver.program.instructions]
     assert ran.index("receive") > max(at for at, op in enumerate(ran) if op == "mul_mat")
 
@@ -321,4 +321,4 @@ def test_branches_of_any_graph_make_a_plan_that_is_proven(seed: int):
     for schedule in build_branches(graph, slow, devices).find_schedules(devices):
         assert set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
         verify_plan(planning.build_branch_plan(schedule))
-    assert plan_for_group(graph, group_of(devices, "numpy"), hardware=slow).lanes
+    assert plan_for_group(graph, group_of(devices, "numpy"), hardware=slow).device_plans

@@ -57,7 +57,7 @@ def test_plans_of_the_search_are_verified_too(mode, n):
 @MANY
 def test_every_node_runs_once_on_each_device_that_has_it(seed, mode):
     plan, _, _ = random_plan(seed, mode)
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         saves = device_plan.program.save_positions
         ran = Counter(i.node for at, i in enumerate(device_plan.program.instructions) if at not in saves)
         assert set(ran.values()) <= {1}
@@ -71,7 +71,7 @@ def test_in_a_layer_split_every_node_runs_on_one_device(seed):
     plan, _, _ = random_plan(seed, "layer")
     work = Counter(
         n.op
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
         for n in device_plan.graph.nodes
         if not n.is_leaf and n.op not in (*COLLECTIVES, "cont")
     )
@@ -105,7 +105,7 @@ def test_a_plan_needs_what_its_nodes_need_and_says_what_is_missing(seed):
 @MANY
 def test_no_value_is_sent_twice_to_a_device_and_no_weight_ever(seed):
     plan, _, _ = random_plan(seed, "layer")
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         sends = [n for n in device_plan.graph.nodes if n.op == "send"]
         assert len({(n.inputs[0], n.attrs["to"]) for n in sends}) == len(sends)
         assert all(n.inputs[0].node.op not in ("weight", "input", "constant") for n in sends)
@@ -118,7 +118,9 @@ def test_planning_leaves_the_graph_as_it_was_and_gives_the_same_plan_again(seed,
     before = str(seeded_graph(seed))
     one, two = (random_plan(seed, mode)[0] for _ in range(2))
     assert str(one.graph) == before
-    assert [device_plan.program for device_plan in one.lanes] == [device_plan.program for device_plan in two.lanes]
+    assert [device_plan.program for device_plan in one.device_plans] == [
+        device_plan.program for device_plan in two.device_plans
+    ]
     assert (one.leaves, one.outputs) == (two.leaves, two.outputs)
 
 
@@ -149,7 +151,7 @@ def test_an_observer_anywhere_sees_the_value_and_changes_nothing(seed, mode):
 @MANY
 def test_every_tensor_is_aligned_to_its_elements_and_inside_its_buffer(seed, mode):
     plan, _, _ = random_plan(seed, mode)
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         for i in device_plan.program.instructions:
             for t in i.dst:
                 assert t.buffer or t.offset % 64 == 0 or not t.spec.size
@@ -164,7 +166,7 @@ def test_every_tensor_is_aligned_to_its_elements_and_inside_its_buffer(seed, mod
 @MANY
 def test_an_arena_holds_what_is_live_at_once_and_no_more_than_everything(seed, mode):
     plan, _, _ = random_plan(seed, mode)
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         reads: dict[tuple[int, int], int] = {}
         written = [(n, t) for n, i in enumerate(device_plan.program.instructions) for t in i.dst if not t.buffer]
         sizes = [-(-t.spec.size * t.dtype.storage.itemsize // 64) * 64 for _, t in written]
@@ -187,7 +189,7 @@ def test_an_arena_holds_what_is_live_at_once_and_no_more_than_everything(seed, m
 def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
     """Check byte by byte and by names alone, without the verifier: only the node of the value wrote there."""
     plan, _, _ = random_plan(seed, mode)
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         called = assign_names(device_plan.graph)
         nodes = {called[n]: n for n in device_plan.graph.nodes}
         arena = np.full(device_plan.program.buffers[0].nbytes, -1)

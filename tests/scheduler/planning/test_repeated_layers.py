@@ -40,16 +40,20 @@ def allow_any_gain(monkeypatch):
 
 def step_by_step(plan: Plan) -> Plan:
     """Return the same plan without its repetition."""
-    return dataclasses.replace(plan, lanes=tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes))
+    return dataclasses.replace(
+        plan, device_plans=tuple(dataclasses.replace(device_plan) for device_plan in plan.device_plans)
+    )
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_is_proven_of_a_short_plan_holds_of_the_long_one_step_by_step(name):
     plan = plan_graph(name)
-    assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in plan.lanes)
+    assert all(
+        device_plan.short is not None and "program" not in vars(device_plan) for device_plan in plan.device_plans
+    )
     assert list(find_plan_faults(plan)) == []
     long = step_by_step(plan)
-    assert all(device_plan.short is None for device_plan in long.lanes)
+    assert all(device_plan.short is None for device_plan in long.device_plans)
     assert list(find_plan_faults(long)) == []
 
 
@@ -67,7 +71,9 @@ def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
 def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
     plan = plan_graph(name)
     again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
-    assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in again.lanes)
+    assert all(
+        device_plan.short is not None and "program" not in vars(device_plan) for device_plan in again.device_plans
+    )
     assert again.leaves == plan.leaves
 
 
@@ -77,7 +83,7 @@ def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, mo
     plan = plan_graph(name)
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", float("inf"))
     again = plan_for_group(plan.graph, plan.group, hardware=SLOW, like=plan)
-    assert all(device_plan.short is None for device_plan in again.lanes)
+    assert all(device_plan.short is None for device_plan in again.device_plans)
     assert again.leaves == plan.leaves
     assert again.collectives() == plan.collectives()
     assert list(find_plan_faults(again)) == []
@@ -86,7 +92,7 @@ def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, mo
 def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
     plan = plan_graph("more layers than kinds")
     assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}
-    for device, device_plan in enumerate(plan.lanes):
+    for device, device_plan in enumerate(plan.device_plans):
         rows = {b.name: b.declared_spec.shape[0] for b in device_plan.program.buffers if b.name.endswith("gate")}
         assert len(rows) == 14
         assert rows == {name: plan.leaves[name].count_entries(device) for name in rows}
@@ -94,7 +100,7 @@ def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
 
 def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
     plan = plan_graph("more layers than kinds")
-    assert plan.lanes[0].short.shortened_graph.short_count == 8
+    assert plan.device_plans[0].short.shortened_graph.short_count == 8
     caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
     heads = [sum(layout.count_entries(device) for layout in caches) / D for device in range(3)]
     assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))
@@ -102,7 +108,7 @@ def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
 
 def test_a_plan_that_saves_little_is_lowered_step_by_step(monkeypatch):
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", 20_000)
-    assert all(device_plan.short is None for device_plan in plan_graph("decoder").lanes)
+    assert all(device_plan.short is None for device_plan in plan_graph("decoder").device_plans)
 
 
 def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):
@@ -111,7 +117,7 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
     )
     monkeypatch.setattr(repeated_layers, "_has_repeatable_instructions", lambda device_plan, of: True)
     plan = plan_graph("decoder")
-    assert all(device_plan.short is None for device_plan in plan.lanes)
+    assert all(device_plan.short is None for device_plan in plan.device_plans)
     assert any("planned by itself" in why for why in plan.reasons)
     assert list(find_plan_faults(plan)) == []
 
@@ -121,10 +127,10 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
     """Check that products are launched together in both, without a look at the long program."""
     graph, group = GRAPHS[name][0], parse_simulated_group(f"h200:{devices},nvlink").group
     plan = plan_for_group(graph, group, split_mode="tensor")
-    assert any("program" not in vars(device_plan) for device_plan in plan.lanes)
-    calls = [(call.kernel, call.instruction_numbers) for call in plan.lanes[0].predicted_kernel_calls]
-    assert "program" not in vars(plan.lanes[0])
-    long = plan.lanes[0].backend.list_kernels(plan.lanes[0].program, plan.lanes[0].device)
+    assert any("program" not in vars(device_plan) for device_plan in plan.device_plans)
+    calls = [(call.kernel, call.instruction_numbers) for call in plan.device_plans[0].predicted_kernel_calls]
+    assert "program" not in vars(plan.device_plans[0])
+    long = plan.device_plans[0].backend.list_kernels(plan.device_plans[0].program, plan.device_plans[0].device)
     assert calls == [(call.kernel, call.instruction_numbers) for call in long]
     assert any(len(numbers) > 1 for _, numbers in calls) == (name == "decoder")
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", float("inf"))
@@ -132,7 +138,7 @@ def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name,
 
 
 def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
-    short = plan_graph("decoder").lanes[0].short
+    short = plan_graph("decoder").device_plans[0].short
     kinds = find_repetition_kinds_of_instructions(short.graph, short.program, short.shortened_graph)
     first, last = kinds.index(0), len(kinds) - 1
     calls = [KernelCall("one", SourceLocation(""), (n,)) for n in range(len(kinds))]

@@ -34,5 +34,7 @@ def test_who_sends_does_not_wait_for_who_receives():
 @pytest.mark.parametrize("seed", range(6))
 def test_the_path_takes_the_estimated_time(seed, mode):
     plan = hocket.plan(seeded_graph(seed), "numpy:0,numpy:1,numpy:2", split_mode=mode)
-    path = find_critical_path(plan.stages, len(plan.lanes))
-    assert np.isclose(sum(link.stage.seconds for link in path), estimate_run_time(plan.stages, len(plan.lanes)).total)
+    path = find_critical_path(plan.timeline, len(plan.device_plans))
+    assert np.isclose(
+        sum(link.stage.seconds for link in path), estimate_run_time(plan.timeline, len(plan.device_plans)).total
+    )

@@ -130,7 +130,7 @@ def test_the_command_shows_the_result_of_a_pass(pass_name: str, words: str, caps
 def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
     simulation = parse_simulated_group("cpu:1")
     plan = plan_for_group(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
-    program = plan.lanes[0].program
+    program = plan.device_plans[0].program
     map_lines = format_memory_map(program).splitlines()
     steps = len(program.instructions)
     assert map_lines[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]

@@ -31,19 +31,21 @@ def lookup(name="words", rows=500):
 
 
 def weights(plan):
-    return {str(device_plan.device): device_plan.memory()["weight"] for device_plan in plan.lanes}
+    return {str(device_plan.device): device_plan.memory()["weight"] for device_plan in plan.device_plans}
 
 
 def costs_by_node(plan):
     """The predicted seconds of each node, for each device."""
-    pairs = zip((device_plan.program.instructions for device_plan in plan.lanes), plan.prices, strict=True)
+    pairs = zip(
+        (device_plan.program.instructions for device_plan in plan.device_plans), plan.instruction_costs, strict=True
+    )
     return [{i.node: prices.cost_of(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
 
 
 def seconds_in_order_of(plan, placed, to):
     """The seconds of `placed` if each device keeps the order of `plan`, and waits where `to` computes a node for it."""
     costs, parts = costs_by_node(placed), []
-    for own, device_plan in zip(costs, plan.lanes, strict=True):
+    for own, device_plan in zip(costs, plan.device_plans, strict=True):
         parts.append([0.0])
         for i in device_plan.program.instructions:
             seconds = own.get(i.node, costs[to].get(i.node, 0.0)) + own.get(f"{i.node}.from.{to}", 0.0)
@@ -57,7 +59,7 @@ def seconds_in_order_of(plan, placed, to):
 def seconds_before_message(plan, to):
     """The seconds of work of the busiest receiver before its first message."""
     before = []
-    for device, (costs, device_plan) in enumerate(zip(costs_by_node(plan), plan.lanes, strict=True)):
+    for device, (costs, device_plan) in enumerate(zip(costs_by_node(plan), plan.device_plans, strict=True)):
         nodes = [i.node for i in takewhile(lambda i: i.op != "receive", device_plan.program.instructions)]
         before += [sum(costs[node] for node in nodes)] if device != to else []
     return max(before)

@@ -41,7 +41,7 @@ def plan_sharded(graph, **options):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen3moe"])
 def test_each_device_has_its_share_or_a_reason_is_reported_to_the_byte(name, split_mode, devices):
     new_plan = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
-    weight_bytes = [device_plan.memory()["weight"] for device_plan in new_plan.lanes]
+    weight_bytes = [device_plan.memory()["weight"] for device_plan in new_plan.device_plans]
     reported, share = find_weight_imbalance(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
     if reported is None:
         assert all(abs(n - share) <= BALANCE_TOLERANCE * share for n in weight_bytes)
@@ -50,7 +50,11 @@ def test_each_device_has_its_share_or_a_reason_is_reported_to_the_byte(name, spl
     assert list(reported.share_bytes) == pytest.approx([share] * devices)
     fullest = max(weight_bytes)
     assert sum(cause.excess_bytes for cause in reported.causes) == pytest.approx(fullest - share)
-    own = {b.name: b.nbytes for b in new_plan.lanes[weight_bytes.index(fullest)].program.buffers if b.kind == "weight"}
+    own = {
+        b.name: b.nbytes
+        for b in new_plan.device_plans[weight_bytes.index(fullest)].program.buffers
+        if b.kind == "weight"
+    }
     for cause in reported.causes:
         assert cause.nbytes == sum(own.get(name, 0) for name in cause.weights)
         layouts = {type(new_plan.leaves[name]) for name in cause.weights}

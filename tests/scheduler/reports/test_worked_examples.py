@@ -8,9 +8,9 @@ from importlib import import_module
 import pytest
 
 MODULES = (
-    *("sharding.axes", "sharding.factors", "sharding.states", "sharding.assign", "sharding.shares"),
+    *("sharding.axes", "sharding.factors", "sharding.factor_layouts", "sharding.propagation", "sharding.shard_ranges"),
     "lowering.arena",
-    *("verifier.indices", "verifier.restrict", "verifier.summands", "verifier.value_numbering"),
+    *(f"verifier.values.{name}" for name in ("index_sets", "restricted_ops", "partial_sums", "value_numbering")),
 )
 
 

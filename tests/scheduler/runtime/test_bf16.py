@@ -87,7 +87,7 @@ def test_a_sharded_state_of_bf16_is_assigned_and_read_whole(make_backend):
         return frozenset(f for v in graph.states for f in factors.factors_of(v) if f.size == 6)
 
     sharded_plan = plan_for_group(built, group, choose=columns)
-    assert sharded_plan.cuts
+    assert sharded_plan.sharded_factors
     run = load(sharded_plan, {})
     values = np.arange(24.0).reshape(4, 6)
     run.store.state("cache")[...] = values

@@ -25,7 +25,7 @@ from ...given.waits import WAIT_SECONDS
 def in_groups(plan: Plan, groups: int = 2) -> list[PipelinedPlan]:
     """The plan over the same weights, with states of its own for each group."""
     first = make_store(plan)
-    stores = [first, *(first.beside() for _ in range(groups - 1))]
+    stores = [first, *(first.share_weights() for _ in range(groups - 1))]
     return [PipelinedPlan(plan, store, timeout=WAIT_SECONDS) for store in stores]
 
 
@@ -78,7 +78,7 @@ def test_returned_results_stay_when_a_later_run_fails(late, group_size):
     pipelines, results, begun = in_groups(plan), [0, 0], [0, 0]
     states = [[expected_of_group(plan, group, steps)[1] for steps in range(1, RUNS + 1)] for group in range(2)]
     nothing = copy_states(pipelines[0].store)
-    plant_fault(backend, plan.lanes[-1].device, 4, late)
+    plant_fault(backend, plan.device_plans[-1].device, 4, late)
 
     def go_on() -> None:
         with PipelinedRuns(pipelines[0]) as runs:
@@ -164,7 +164,7 @@ def measure_on_clock(backend: NullBackend, pipelines: list[PipelinedPlan], steps
 
     A step begins when the previous step of its group has ended.
     """
-    devices, begun, ends = len(pipelines[0].plan.lanes), [0], []
+    devices, begun, ends = len(pipelines[0].plan.device_plans), [0], []
 
     def waits(replay):
         def run():

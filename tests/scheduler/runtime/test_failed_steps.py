@@ -45,7 +45,7 @@ from ...given.waits import WAIT_SECONDS, wait_until
 def test_wherever_a_model_fails_its_states_are_those_before_the_step(name, devices, mode, tokens):
     bench = make_faulty_model_run(name, devices, mode, tokens)
     assert fail_everywhere(bench) > 40
-    saved = [len(device_plan.program.undo) for device_plan in bench.run.plan.lanes]
+    saved = [len(device_plan.program.undo) for device_plan in bench.run.plan.device_plans]
     assert sum(saved) >= len(bench.run.plan.graph.updates)
 
 
@@ -69,7 +69,7 @@ def test_wherever_a_random_graph_fails_its_states_are_those_before_the_step(seed
 
 
 def instructions(graph: Graph):
-    (device_plan,) = plan(graph).lanes
+    (device_plan,) = plan(graph).device_plans
     return {i.node: i for i in device_plan.program.instructions}
 
 
@@ -96,7 +96,7 @@ def test_the_same_rows_of_several_caches_in_one_state_are_saved():
     cache = state("cache", (2, 9, 4))
     new = ops.set_rows(cache, input("rows", (2, 3, 4)), input("ids", (3,), "i32"))
     new_plan = plan(Graph({"y": ops.neg(new)}, {cache: new}))
-    save = new_plan.lanes[0].program.instructions[0]
+    save = new_plan.device_plans[0].program.instructions[0]
     assert (save.op, save.dst[0].shape, save.src[1].strides) == ("get_rows", (2, 3, 4), (0, 1))
 
 
@@ -120,14 +120,14 @@ def test_a_state_that_numbers_rows_of_another_and_changes_is_put_back_before_it(
     run = make_faulty_run(backend, new_plan, Store(group), feed, np.random.default_rng(0))
     run.states["at"] = np.array([2])
     run.reset()
-    assert [back.node for _, back in new_plan.lanes[0].program.undo] == ["cache.undo", "at.undo"]
+    assert [back.node for _, back in new_plan.device_plans[0].program.undo] == ["cache.undo", "at.undo"]
     assert fail_everywhere(run) >= 5
 
 
 def test_a_state_without_entries_or_changes_costs_nothing():
     empty, same = state("empty", (0, 4)), state("same", (3, 4))
     graph = Graph({"y": ops.add(same, input("x", (3, 4)))}, {empty: ops.neg(empty), same: same})
-    assert not plan(graph).lanes[0].program.undo
+    assert not plan(graph).device_plans[0].program.undo
 
 
 def test_the_undo_log_of_a_step_is_in_the_table_of_memory():
@@ -187,7 +187,7 @@ def stalling(what, patience: float) -> FaultyRun:
     """Return a model on two devices; the second one calls `what` before its first instruction."""
     bench = make_faulty_model_run("llama", 2, "tensor", 1)
     bench.run = Executor(bench.run.plan, bench.run.store, timeout=patience)
-    bench.backend.plan_fault(bench.run.plan.lanes[1].device, 0, late=False, what=what)
+    bench.backend.plan_fault(bench.run.plan.device_plans[1].device, 0, late=False, what=what)
     return bench
 
 
@@ -223,7 +223,7 @@ def test_an_interrupt_takes_the_step_back_too():
 
     bench = make_faulty_model_run("llama", 1, "none", 1)
     before = bench.copy_states()
-    bench.backend.plan_fault(bench.run.plan.lanes[0].device, 40, late=True, what=interrupt)
+    bench.backend.plan_fault(bench.run.plan.device_plans[0].device, 40, late=True, what=interrupt)
     with pytest.raises(KeyboardInterrupt):
         bench.run.run(bench.feed)
     assert bench.copy_states() == before
@@ -291,7 +291,7 @@ def test_the_devices_compute_as_before_when_all_is_over():
     expected = bench.outputs()
     for _ in range(3):
         bench.reset()
-        bench.backend.plan_fault(bench.run.plan.lanes[2].device, 60, late=True)
+        bench.backend.plan_fault(bench.run.plan.device_plans[2].device, 60, late=True)
         with pytest.raises(StepError):
             bench.run.run(bench.feed)
         assert bench.outputs() == expected
@@ -351,7 +351,7 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
 
 def test_an_undo_runs_what_was_saved_and_nothing_else():
     bench = make_faulty_model_run("qwen35", 1, "none", 1)
-    program = bench.run.plan.lanes[0].program
+    program = bench.run.plan.device_plans[0].program
     assert program.build_undo_program(0) == replace(program, instructions=(), undo=())
     first, second = program.undo[:2]
     assert program.build_undo_program(second[0]).instructions == (first[1],)

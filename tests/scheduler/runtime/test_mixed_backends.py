@@ -58,12 +58,14 @@ def test_of_mixed_backends_one_device_makes_a_discrete_choice(mode):
     chosen = ops.get_rows(weight("table", (6, 3)), ops.reshape(ops.top_k(scores, k=2, name="chosen"), shape=(4,)))
     graph = Graph({"y": chosen, "s": scores})
     mixed_plan = plan(graph, MIXED, split_mode=mode)
-    having = [device_plan for device_plan in mixed_plan.lanes if any(n.op == "top_k" for n in device_plan.graph.nodes)]
+    having = [
+        device_plan for device_plan in mixed_plan.device_plans if any(n.op == "top_k" for n in device_plan.graph.nodes)
+    ]
     assert len(having) == 1
     if mode == "tensor":
         assert "backends are mixed and round differently" in mixed_plan.explain()
     same_backend_plan = plan(graph, devices(3), split_mode="tensor")
-    assert all(any(n.op == "top_k" for n in device_plan.graph.nodes) for device_plan in same_backend_plan.lanes)
+    assert all(any(n.op == "top_k" for n in device_plan.graph.nodes) for device_plan in same_backend_plan.device_plans)
 
 
 def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees():
@@ -84,7 +86,7 @@ def test_a_random_graph_on_mixed_backends_equals_one_device(seed):
     group = [find_device("reference:0"), (Narrow(), Device("narrow", 0)), find_device("reference:1")]
     mode = dice.choice(["layer", "tensor", "cut"])
     plan = equal_to_one(graph, group, seed, mode=mode, tolerance=1e-2 if _rounds(graph) else 1e-5)
-    assert len({type(device_plan.backend) for device_plan in plan.lanes}) == 2
+    assert len({type(device_plan.backend) for device_plan in plan.device_plans}) == 2
 
 
 def _rounds(graph):
@@ -96,7 +98,7 @@ def _rounds(graph):
 def test_real_and_null_devices_are_planned_together(mode):
     null = NullBackend()
     plan = plan_for_group(decoder(), [find_device("cpu:0"), (null, null.device(0))], split_mode=mode)
-    assert {device_plan.backend.name for device_plan in plan.lanes} == {"cpu", "null"}
+    assert {device_plan.backend.name for device_plan in plan.device_plans} == {"cpu", "null"}
 
 
 def _run_threads(group, run):

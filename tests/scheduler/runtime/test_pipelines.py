@@ -47,7 +47,7 @@ def test_runs_of_several_plans_follow_each_other_over_the_same_states(group_size
     pipelines = [PipelinedPlan(one, theirs, timeout=WAIT_SECONDS) for one in (plan, other)]
     runs = [(pipelines[run > 1], feed) for run, feed in enumerate(feeds())]
     before = copy_states(theirs)
-    plant_fault(backend, plan.lanes[1].device, 4, 3)
+    plant_fault(backend, plan.device_plans[1].device, 4, 3)
     with pytest.raises(StepError, match="PlantedError"):
         run_pipelined(runs)
     assert same(copy_states(theirs), before)
@@ -95,7 +95,7 @@ def test_wherever_a_run_fails_states_are_those_before_the_first(run, group_size)
         if not name.startswith("at"):
             store.state(name)[...] = rng.standard_normal(store.state(name).shape)
     before = copy_states(store)
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         for number, i in enumerate(device_plan.program.instructions):
             plant_fault(backend, device_plan.device, number, run)
             with pytest.raises(StepError, match="PlantedError") as caught:
@@ -132,7 +132,7 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
     store, staying = make_store(plan), {"cache.0", "cache.1"}
     pipeline, other = (PipelinedPlan(plan, store, timeout=WAIT_SECONDS, staying=names) for names in (staying, ()))
     before = copy_states(store)
-    plant_fault(backend, plan.lanes[1].device, 4, RUNS - 1)
+    plant_fault(backend, plan.device_plans[1].device, 4, RUNS - 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
     after = copy_states(store)
@@ -162,7 +162,7 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     for name in store.states:
         store.state(name)[...] = 1
     before = copy_states(store)
-    plant_fault(backend, plan.lanes[0].device, 2, 1)
+    plant_fault(backend, plan.device_plans[0].device, 2, 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
     assert same(copy_states(store), before)
@@ -192,7 +192,7 @@ def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     plan, backend = chain(2)
     store = make_store(plan)
     pipeline, before = PipelinedPlan(plan, store, timeout=WAIT_SECONDS), copy_states(store)
-    first = plan.lanes[0]
+    first = plan.device_plans[0]
     plant_fault(backend, first.device, 2, 2, interrupt)
     begun = []
     device_plan = pipeline._device_stages[0]
@@ -213,7 +213,7 @@ def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
         pipeline, begun = PipelinedPlan(plan, make_store(plan), timeout=WAIT_SECONDS), []
         replay = pipeline._device_stages[0].run_program
         pipeline._device_stages[0].run_program = lambda: (begun.append(0), replay())
-        plant_fault(backend, plan.lanes[0].device, 2, 2, interrupt)
+        plant_fault(backend, plan.device_plans[0].device, 2, 2, interrupt)
         assert len(follow(pipeline, feeds())) == RUNS
     finally:
         signal.signal(signal.SIGINT, before)
@@ -309,7 +309,7 @@ def test_layers_are_distributed_by_time_where_bytes_would_mislead():
     graph, group = Graph({"y": x}), [find_device(f"reference:{d}") for d in range(2)]
 
     def first(**shares):
-        program = plan_for_group(graph, group, split_mode="layer", **shares).lanes[0].program
+        program = plan_for_group(graph, group, split_mode="layer", **shares).device_plans[0].program
         return [i.node for i in program.instructions if i.op != "send"]
 
     assert first() == ["rows"]

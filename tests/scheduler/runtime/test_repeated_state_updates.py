@@ -90,7 +90,7 @@ def test_states_that_are_changed_often_are_right_and_taken_back(seed):
 
 def in_place(of: FaultyRun) -> int:
     """How many results are written where a state lies."""
-    program = of.run.plan.lanes[0].program
+    program = of.run.plan.device_plans[0].program
     saves = {at for at, _ in program.undo}
     there = [
         program.buffers[t.buffer].kind for n, i in enumerate(program.instructions) for t in i.dst if n not in saves
@@ -123,12 +123,12 @@ def rows_twice() -> Plan:
 def with_steps(order: Sequence[int]) -> str:
     """Return the verifier's message about the plan above with these steps: save, rows, save, rows, y."""
     plan = rows_twice()
-    (device_plan,) = plan.lanes
+    (device_plan,) = plan.device_plans
     steps, backs = device_plan.program.instructions, dict(device_plan.program.undo)
     assert [i.node for i in steps] == ["table.save", "rows0", "table.save", "rows1", "y"]
     undo = tuple((at, backs[old]) for at, old in enumerate(order) if old in backs)
     program = replace(device_plan.program, instructions=tuple(steps[old] for old in order), undo=undo)
-    return next(find_plan_faults(replace(plan, lanes=(replace(device_plan, program=program),))), "")
+    return next(find_plan_faults(replace(plan, device_plans=(replace(device_plan, program=program),))), "")
 
 
 def test_each_change_of_rows_has_to_be_saved_before_it():

@@ -63,7 +63,7 @@ def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mo
     runs = [e for e in events if e["ph"] == "X" and e["cat"] == "run"]
     ends = [(e["ts"], e["ts"] + e["dur"]) for e in runs]
     assert ends == sorted(ends)
-    for device, device_plan in enumerate(run.plan.lanes):
+    for device, device_plan in enumerate(run.plan.device_plans):
         steps = [e for e in events if e["ph"] == "X" and e["pid"] == 2 + device]
         program = device_plan.program.instructions
         for start, end in ends:
@@ -84,9 +84,9 @@ def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_
     run, trace = run_with_trace("reference", mode)
     events = save_trace(trace, tmp_path / "trace.json")["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["cat"] != "run"]
-    collectives = {find_collective_sequence_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {
-        None
-    }
+    collectives = {
+        find_collective_sequence_number(i.op, i.attrs) for i in run.plan.device_plans[0].program.instructions
+    } - {None}
     starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
     assert len(starts) == len(ends) == len(collectives) * RUNS > 0
     for start, end in zip(starts, ends, strict=True):
@@ -96,7 +96,7 @@ def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_
         for arrow in (start, end):  # each end lies on a step of a meeting
             (there,) = [s for s in steps if s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
             assert there["cat"] in (*REDUCTIONS, "send" if arrow is start else "receive")
-    for device, device_plan in enumerate(run.plan.lanes):
+    for device, device_plan in enumerate(run.plan.device_plans):
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
         ]

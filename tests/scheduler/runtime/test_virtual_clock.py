@@ -34,7 +34,7 @@ def test_a_plan_for_null_devices_runs_through_the_executor_like_any_other():
 
 
 def _bind_plan(plan):
-    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.device_plans])
     for v in plan.graph.weights:
         store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, plan.leaves[v.node.name])
     return store
@@ -43,7 +43,7 @@ def _bind_plan(plan):
 @pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan])
 def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_plan):
     events = simulate_run(make_plan(), NullBackend(DEFAULT_HARDWARE))
-    for track, device_plan in zip(events.events_by_device, make_plan().lanes, strict=True):
+    for track, device_plan in zip(events.events_by_device, make_plan().device_plans, strict=True):
         assert [s.node for s in track] == [i.node for i in device_plan.program.instructions]
         now = 0.0
         for s in track:
@@ -53,7 +53,7 @@ def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_p
     ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.events_by_device]
     assert ends[0] == ends[1]
     assert all(0 < events.compute_busy_share(d) <= 1 for d in range(2))
-    assert events.peak_bytes == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().lanes)
+    assert events.peak_bytes == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().device_plans)
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():

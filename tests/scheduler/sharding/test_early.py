@@ -89,7 +89,7 @@ def shard_inner_axes(
 
 def list_collectives(plan: Plan) -> list[tuple[str, int]]:
     """The collectives of a plan with their numbers of elements."""
-    of = [n for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "all_gather", "reduce_scatter")]
+    of = [n for n in plan.device_plans[0].graph.nodes if n.op in ("all_reduce", "all_gather", "reduce_scatter")]
     return [(n.op, n.specs[0].size) for n in of]
 
 

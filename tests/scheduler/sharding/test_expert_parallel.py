@@ -74,7 +74,7 @@ def test_distributed_whole_experts_give_the_logits_of_one_device_in_one_batch_an
 def test_distributed_whole_experts_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
     plan = plan_whole_experts(load_model(open_fixture(name)).graph(Step(1, rows, 32, 32, rows)), n)
     assert reductions(plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         local = {node.name: node.specs[0].shape for node in device_plan.graph.nodes if node.op == "weight"}
         own = [len(part) for part in np.array_split(range(8), n)][number]
         assert local["blk.0.ffn_down_exps.weight"] == (own, 64, 16)
@@ -112,7 +112,7 @@ def bindings(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
 def equal(plan: Plan, seed: int = 0) -> None:
     """Check that the plan gives the results of one device."""
     values = bindings(plan.graph, seed)
-    one = plan_for_group(plan.graph, [(plan.lanes[0].backend, plan.lanes[0].device)], split_mode="none")
+    one = plan_for_group(plan.graph, [(plan.device_plans[0].backend, plan.device_plans[0].device)], split_mode="none")
     for name, want in run_of(one, values).items():
         np.testing.assert_allclose(run_of(plan, values)[name], want, rtol=1e-9, atol=1e-9)
 
@@ -143,7 +143,9 @@ def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_
     """There are more devices than blocks of columns."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
     plan = plan_for_group(graph, parse_simulated_group("h200:24,nvlink").group, split_mode="tensor")
-    summed = [any("summed" in call.kernel for call in device_plan.predicted_kernel_calls) for device_plan in plan.lanes]
+    summed = [
+        any("summed" in call.kernel for call in device_plan.predicted_kernel_calls) for device_plan in plan.device_plans
+    ]
     assert any(summed)
     assert not all(summed)
 
@@ -318,7 +320,7 @@ def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
         for c in (frozenset(), whole_experts(graph, factors))
     )
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
-    node = next(n for n in plan_whole_experts(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
+    node = next(n for n in plan_whole_experts(graph, 4).device_plans[1].graph.nodes if n.name == "gateed")
     assert ops.mul_mat_id.count_flops(node) == pytest.approx(
         2 * estimate_busiest_device_entries(64, 16, 64) * 128 * 128, rel=0.1
     )

@@ -59,7 +59,7 @@ def tower(layers=16, width=32):
 
 
 def weight_pages(plan):
-    return {str(device_plan.device): device_plan.memory()["weight"] >> 12 for device_plan in plan.lanes}
+    return {str(device_plan.device): device_plan.memory()["weight"] >> 12 for device_plan in plan.device_plans}
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
@@ -90,7 +90,7 @@ def test_a_layer_split_follows_the_memory_of_devices():
 def test_what_fits_does_without_the_host():
     for mode in MODES:
         plan = plan_for_group(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
-        assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
+        assert [str(device_plan.device) for device_plan in plan.device_plans] == ["small:0"]
 
 
 def test_shards_are_not_moved_to_the_host():
@@ -102,7 +102,7 @@ def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
     tiny = Small(10_000)
     poor = HostOffload(tiny, Device("host", 0, 20_000))
     plan = plan_for_group(tower(), small_group(30_000), split_mode="none", host=poor)
-    assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
+    assert [str(device_plan.device) for device_plan in plan.device_plans] == ["small:0"]
     problem = describe_memory_problem(plan)
     assert problem
     assert "small:0: needs" in problem
@@ -120,7 +120,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
     )
     asked, plan = make_requested_and_session_plans(graph, DeviceGroup(split_mode="auto"), "rtx3090:1")
     assert describe_memory_problem(asked)
-    assert [str(device_plan.device) for device_plan in plan.lanes] == ["rtx3090:0", "cpu:0"]
+    assert [str(device_plan.device) for device_plan in plan.device_plans] == ["rtx3090:0", "cpu:0"]
     assert plan.host is not None
     assert plan.host.bandwidth < plan.hardware.bandwidth
     assert plan.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory

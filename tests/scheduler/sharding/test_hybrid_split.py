@@ -54,7 +54,7 @@ def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     values = values_of(graph, 1)
     plan = plan_stages(graph, "reference", devices, tensor_split=shares)
     assert {
-        len(members) for members in find_collective_groups([device_plan.program for device_plan in plan.lanes])
+        len(members) for members in find_collective_groups([device_plan.program for device_plan in plan.device_plans])
     } == {devices // 2}
     assert not compare_results(results(plan, values), results(plan_for_group(graph, group("reference", 1)), values))
 
@@ -76,7 +76,7 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
 
 def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
     plan = plan_for_group(decoder(), group("reference", 3), split_mode="layer")
-    assert find_collective_groups([device_plan.program for device_plan in plan.lanes]) == ((0, 1, 2),) * 3
+    assert find_collective_groups([device_plan.program for device_plan in plan.device_plans]) == ((0, 1, 2),) * 3
 
 
 def test_compiled_code_sums_in_groups():
@@ -135,12 +135,14 @@ def test_the_verifier_finds_a_device_that_stays_away_from_its_group():
     plan = plan_stages(blocks(3))
     others = plan_for_group(blocks(3), group("numpy", 4), split_mode="tensor", hardware=SLOW)
     for number in (0, 3):
-        mixed = list(plan.lanes)
-        mixed[number] = replace(others.lanes[number], device=plan.lanes[number].device)
-        assert list(find_plan_faults(replace(plan, lanes=tuple(mixed))))
-    swapped = [plan.lanes[d] for d in (2, 1, 0, 3)]
-    device_plans = tuple(replace(device_plan, device=plan.lanes[d].device) for d, device_plan in enumerate(swapped))
-    assert list(find_plan_faults(replace(plan, lanes=device_plans)))
+        mixed = list(plan.device_plans)
+        mixed[number] = replace(others.device_plans[number], device=plan.device_plans[number].device)
+        assert list(find_plan_faults(replace(plan, device_plans=tuple(mixed))))
+    swapped = [plan.device_plans[d] for d in (2, 1, 0, 3)]
+    device_plans = tuple(
+        replace(device_plan, device=plan.device_plans[d].device) for d, device_plan in enumerate(swapped)
+    )
+    assert list(find_plan_faults(replace(plan, device_plans=device_plans)))
 
 
 def test_the_virtual_clock_runs_device_groups():

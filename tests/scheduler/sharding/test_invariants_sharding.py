@@ -168,7 +168,7 @@ def test_one_device_runs_the_graph_as_it_is(seed, mode):
     graph = seeded_graph(seed)
     whole, alone = (plan_for_group(graph, group_of(1), split_mode=m) for m in ("none", mode))
     assert alone.collectives() == 0
-    assert alone.lanes[0].program.instructions == whole.lanes[0].program.instructions
+    assert alone.device_plans[0].program.instructions == whole.device_plans[0].program.instructions
 
 
 @pytest.mark.parametrize("seed", range(2000, 2020))
@@ -206,7 +206,7 @@ def test_devices_run_collectives_in_one_order(seed, mode):
     plan, _, _ = random_plan(seed, mode)
     sequences = [
         [(i.op, i.attrs["sequence"]) for i in device_plan.program.instructions if i.op in COLLECTIVES]
-        for device_plan in plan.lanes
+        for device_plan in plan.device_plans
     ]
     assert all([n for _, n in device_plan] == sorted(n for _, n in device_plan) for device_plan in sequences)
     if mode == "tensor":
@@ -303,7 +303,7 @@ def test_five_hundred_and_twelve_experts_on_three_devices(shares):
     assert isinstance(layout, Shard)
     assert layout.axis == 1
     assert plan.collectives() == 1
-    (reduced,) = (i for i in plan.lanes[0].program.instructions if i.op == "all_reduce")
+    (reduced,) = (i for i in plan.device_plans[0].program.instructions if i.op == "all_reduce")
     assert reduced.dst[0].spec.size == 2 * 32  # after the experts are combined, not before
 
 
@@ -319,7 +319,7 @@ def test_twenty_four_heads_over_four_key_heads_at_49_to_51(slow, n):
     plan = equal_to_one_device(
         Graph({"y": ops.mul_mat(weight("o", (32, h * d)), a)}), n, tensor_split=shares, hardware=slow
     )
-    assert sum(i.op == "all_reduce" for i in plan.lanes[0].program.instructions) <= 1
+    assert sum(i.op == "all_reduce" for i in plan.device_plans[0].program.instructions) <= 1
 
 
 def test_a_latent_cache_that_is_read_through_offsets(slow):

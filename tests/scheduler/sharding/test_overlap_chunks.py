@@ -56,7 +56,9 @@ def plan_layers(backend, devices=2, hardware=SLOW_LINK, layers=3):
 
 
 def sums_in(plan, name):
-    return [i.node for i in plan.lanes[0].program.instructions if i.op == "all_reduce" and i.node.startswith(name)]
+    return [
+        i.node for i in plan.device_plans[0].program.instructions if i.op == "all_reduce" and i.node.startswith(name)
+    ]
 
 
 def results(plan, seed):
@@ -72,7 +74,7 @@ def results(plan, seed):
 
 def test_a_sum_is_taken_in_chunks_with_products_beside_it():
     plan = plan_layers(Overlapping())
-    device_plan = plan.lanes[0]
+    device_plan = plan.device_plans[0]
     steps = device_plan.program.instructions
     assert len(sums_in(plan, "blk.0.out")) in overlap_chunks.CHUNK_COUNTS
     beside = {
@@ -102,12 +104,17 @@ def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices,
     short = plan_layers(Overlapping(), devices, layers=9)
     monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", float("inf"))
     long = plan_layers(Overlapping(), devices, layers=9)
-    assert all(device_plan.short is not None for device_plan in short.lanes)
-    assert all(device_plan.short is None for device_plan in long.lanes)
+    assert all(device_plan.short is not None for device_plan in short.device_plans)
+    assert all(device_plan.short is None for device_plan in long.device_plans)
     assert short.cost.total <= 1.01 * long.cost.total
     assert len(sums_in(short, "blk.4.mixed.sum.chunk")) == len(sums_in(long, "blk.4.mixed.sum.chunk")) > 1
     assert (
-        list(find_plan_faults(replace(short, lanes=tuple(replace(device_plan) for device_plan in short.lanes)))) == []
+        list(
+            find_plan_faults(
+                replace(short, device_plans=tuple(replace(device_plan) for device_plan in short.device_plans))
+            )
+        )
+        == []
     )
     expected, got = results(long, 0), results(short, 0)
     assert got.keys() == expected.keys()
@@ -116,7 +123,7 @@ def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices,
 
 
 def nodes_of_op(plan, op):
-    return [i.node for i in plan.lanes[0].program.instructions if i.op == op]
+    return [i.node for i in plan.device_plans[0].program.instructions if i.op == op]
 
 
 def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
@@ -139,7 +146,7 @@ def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_
         monkeypatch.setattr(repeated_layers, "MIN_SAVED_NODES", min_gain)
         plans.append(plan_layers(Overlapping(), 4, WORK_ON_ROWS, layers=9))
     short, long = plans
-    assert all(device_plan.short is not None for device_plan in short.lanes)
+    assert all(device_plan.short is not None for device_plan in short.device_plans)
     assert len(nodes_of_op(short, "reduce_scatter")) == len(nodes_of_op(long, "reduce_scatter")) > 9
     expected, got = results(long, 0), results(short, 0)
     for name, array in expected.items():
@@ -168,7 +175,7 @@ def test_chunks_over_any_shares_give_what_one_device_gives(is_distributed, count
 def test_stages_of_layers_take_their_sums_in_chunks():
     group = [(backend, backend.device(d)) for backend in [Overlapping()] for d in range(4)]
     plan = plan_for_group(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
-    for device_plan in plan.lanes:
+    for device_plan in plan.device_plans:
         assert any(".chunk.1" in i.node for i in device_plan.program.instructions if i.op == "all_reduce")
         assert device_plan.overlapped_instructions
     assert "chunks from sum to sum" in plan.explain()
@@ -185,14 +192,14 @@ def test_the_virtual_clock_gains_what_the_plan_says():
     plans = [plan_layers(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
     (fast, predicted), (slow, one_by_one) = ((simulate_run(plan).total_seconds, plan.cost.total) for plan in plans)
     assert fast < 0.8 * slow
-    assert sum(link.stage.seconds for link in find_critical_path(plans[0].stages, 2)) == pytest.approx(predicted)
+    assert sum(link.stage.seconds for link in find_critical_path(plans[0].timeline, 2)) == pytest.approx(predicted)
     assert slow - fast == pytest.approx(one_by_one - predicted, rel=0.01)
 
 
 def test_where_launches_cost_more_than_chunks_hide_sums_stay_whole():
     plan = plan_layers(Overlapping(), hardware=LONG_LAUNCHES)
-    assert any(i.op in COLLECTIVES for i in plan.lanes[0].program.instructions)
-    assert not [i.node for i in plan.lanes[0].program.instructions if "chunk" in i.node]
+    assert any(i.op in COLLECTIVES for i in plan.device_plans[0].program.instructions)
+    assert not [i.node for i in plan.device_plans[0].program.instructions if "chunk" in i.node]
 
 
 def test_a_step_of_few_tokens_stays_whole(monkeypatch):
@@ -266,7 +273,7 @@ def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
 
 def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():
     plan = plan_layers(Overlapping())
-    concat = next(n for n in plan.lanes[0].graph.nodes if n.op == "concat")
+    concat = next(n for n in plan.device_plans[0].graph.nodes if n.op == "concat")
     first, second, others = (make_contraction_partial_sum((((start, 4),),), (8,)) for start in (0, 0, 4))
     assert first is not second
 

@@ -68,9 +68,9 @@ def test_where_results_are_to_be_exact_a_place_on_the_cpu_means_its_exact_backen
 @pytest.mark.parametrize("mode", MODES)
 def test_placed_nodes_and_leaves_are_on_their_device_alone(mode):
     new_plan = plan(decoder(), devices(3), split_mode=mode, place=[("^(gate|up)$", "cpu:2")])
-    (its_number,) = (i for i, device_plan in enumerate(new_plan.lanes) if str(device_plan.device) == "cpu:2")
+    (its_number,) = (i for i, device_plan in enumerate(new_plan.device_plans) if str(device_plan.device) == "cpu:2")
     assert new_plan.leaves["gate"] == new_plan.leaves["up"] == Local((its_number,))
-    for number, device_plan in enumerate(new_plan.lanes):
+    for number, device_plan in enumerate(new_plan.device_plans):
         here = {n.name for n in device_plan.graph.nodes} & {"gateed", "uped", "act", "gate", "up"}
         assert len(here) == (5 if number == its_number else 0)
     assert "cpu:2 alone runs" in new_plan.explain()
@@ -81,7 +81,7 @@ def test_placed_nodes_and_leaves_are_on_their_device_alone(mode):
 def test_no_value_is_copied_twice_to_a_device(mode):
     place = [("^q$|^act$|^mixed$", "cpu:1"), ("normed", "cpu:2"), ("^new", "cpu:0")]
     new_plan = plan(decoder(), devices(3), split_mode=mode, place=place)
-    for device_plan in new_plan.lanes:
+    for device_plan in new_plan.device_plans:
         sent = [(n.attrs["to"], n.inputs[0]) for n in device_plan.graph.nodes if n.op == "send"]
         assert len(sent) == len(set(sent))
 
@@ -106,19 +106,19 @@ def test_a_pattern_that_matches_a_weight_places_all_its_readers_through_views():
     new_plan = plan(graph, devices(2), split_mode="tensor", place=[("^w$", "cpu:1")])
     assert new_plan.leaves["w"] == Local((1,))
     assert new_plan.outputs == {"y": Local((1,)), "n": Local((1,))}
-    assert not any(not n.is_leaf for n in new_plan.lanes[0].graph.nodes)
+    assert not any(not n.is_leaf for n in new_plan.device_plans[0].graph.nodes)
 
 
 def test_mode_none_keeps_the_devices_that_are_named_and_no_other():
     new_plan = plan(decoder(), devices(4), split_mode="none", place=[("head", "cpu:2")])
-    assert [str(device_plan.device) for device_plan in new_plan.lanes] == ["cpu:0", "cpu:2"]
-    assert len(plan(decoder(), devices(4), split_mode="none").lanes) == 1
+    assert [str(device_plan.device) for device_plan in new_plan.device_plans] == ["cpu:0", "cpu:2"]
+    assert len(plan(decoder(), devices(4), split_mode="none").device_plans) == 1
 
 
 def test_a_partial_sum_is_reduced_before_one_device_reads_it():
     group = [find_device(name) for name in devices(3)]
     plan = plan_for_group(decoder(), group, split_mode="tensor", hardware=SLOW, place=[("normed2|^z$", "cpu:1")])
-    assert any(n.op == "all_reduce" for n in plan.lanes[0].graph.nodes)
+    assert any(n.op == "all_reduce" for n in plan.device_plans[0].graph.nodes)
     assert plan.collectives() >= 3
 
 
@@ -155,7 +155,7 @@ def test_a_plan_with_placed_nodes_goes_through_json(mode):
     new_plan = plan(decoder(), devices(3), split_mode=mode, place=[("gate", "cpu:2")])
     again = plan_from_json(plan_to_json(new_plan))
     assert again.digest() == new_plan.digest()
-    assert again.placed == new_plan.placed
+    assert again.pinned_nodes == new_plan.pinned_nodes
     assert again.explain(steps=True) == new_plan.explain(steps=True)
     document = json.loads(plan_to_json(new_plan))
     document["placed"][0]["nodes"].append("nobody")
@@ -224,7 +224,7 @@ def test_a_random_graph_on_devices_that_lack_random_ops_equals_one_device(seed):
         seed,
         mode=dice.choice(["layer", "tensor", "none", "auto", "cut"]),
     )
-    for number, device_plan in enumerate(plan.lanes):
+    for number, device_plan in enumerate(plan.device_plans):
         device = device_plan.device.index
         for node in device_plan.graph.nodes:
             refused = node.op in able and device not in able[node.op] and not REGISTRY[node.op].is_view
@@ -247,7 +247,7 @@ def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
     group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
     for mode in ("tensor", "layer"):
         plan = plan_for_group(decoder(), group, split_mode=mode, tensor_split=(0, 1) if mode == "layer" else ())
-        (where,) = (p for p in plan.placed if "act" in p.nodes)
+        (where,) = (p for p in plan.pinned_nodes if "act" in p.nodes)
         assert where.device == 0
         assert "reference:1 cannot run swiglu: swiglu is not for device 1" in where.because
         assert where.because in plan.explain()
@@ -255,13 +255,13 @@ def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
 
 def test_in_mode_none_a_node_runs_elsewhere_if_the_first_device_cannot():
     plan = plan_for_group(decoder(), limited_group(3, lambda node, d: d < 2 and node.op == "swiglu"), split_mode="none")
-    assert [device_plan.device.index for device_plan in plan.lanes] == [0, 2]
+    assert [device_plan.device.index for device_plan in plan.device_plans] == [0, 2]
 
 
 def test_a_placed_node_runs_where_it_can_and_the_plan_says_why():
     group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
     plan = plan_for_group(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
-    (where,) = (p for p in plan.placed if "act" in p.nodes)
+    (where,) = (p for p in plan.pinned_nodes if "act" in p.nodes)
     assert where.device == 0
     assert where.because.startswith("--place ^(gate|up|act)=reference:1, but reference:1 cannot run swiglu")
 
@@ -336,9 +336,9 @@ def test_auto_with_placed_nodes_is_no_slower_than_one_device_with_them():
 def test_a_plan_says_where_its_nodes_are_placed_in_full():
     graph = load_model(open_gguf(path_of("llama"))).graph(Step(1, 1, 256, 512, 1))
     new_plan = plan(graph, devices(2), split_mode="layer", place=[("ffn", "cpu:1")])
-    names = [name for p in new_plan.placed for name in p.nodes]
+    names = [name for p in new_plan.pinned_nodes for name in p.nodes]
     assert sorted(names) == sorted(name for node, name in assign_names(graph).items() if not node.is_leaf)
-    assert dataclasses.replace(new_plan, placed=()).digest() == new_plan.digest()
+    assert dataclasses.replace(new_plan, pinned_nodes=()).digest() == new_plan.digest()
 
 
 def test_a_stage_names_placed_and_sharded_nodes_apart():

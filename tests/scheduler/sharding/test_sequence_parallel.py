@@ -31,7 +31,7 @@ def decoder(rows: int) -> Graph:
 
 
 def collectives_of(plan: Plan) -> list[str]:
-    return [n.op for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "all_gather", "reduce_scatter")]
+    return [n.op for n in plan.device_plans[0].graph.nodes if n.op in ("all_reduce", "all_gather", "reduce_scatter")]
 
 
 def plan_sharded(rows: int, devices: int, hardware: Hardware, shares: tuple[float, ...] = ()) -> Plan:

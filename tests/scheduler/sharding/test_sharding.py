@@ -68,7 +68,7 @@ def test_a_decoder_has_two_reductions_per_layer(name, max_count):
     group = [find_device(device) for device in devices(2)]
     plan = plan_for_group(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
     assert plan.collectives() <= max_count
-    assert {i.op for i in plan.lanes[0].program.instructions} & COLLECTIVES == {"all_reduce"}
+    assert {i.op for i in plan.device_plans[0].program.instructions} & COLLECTIVES == {"all_reduce"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
@@ -78,7 +78,7 @@ def test_a_layer_split_sends_one_value_to_the_next_device(name):
     """
     model = load_model(open_gguf(path_of(name)))
     new_plan = plan(model.graph(Step(1, 1, 31, 31, 1)), devices(2), split_mode="layer")
-    sent = [i.node for device_plan in new_plan.lanes for i in device_plan.program.instructions if i.op == "send"]
+    sent = [i.node for device_plan in new_plan.device_plans for i in device_plan.program.instructions if i.op == "send"]
     assert len(sent) == 1
     assert "residual" in sent[0]
 
@@ -87,11 +87,11 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     graph = open_model(None).graph(Step(1, 8, 256, 512, 1))
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
-        whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.storage_spec
+        whole, stored = one.device_plans[0].memory()[kind], one.device_plans[0].backend.storage_spec
         sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
         shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
         assert shard_bytes > 0.8 * whole
-        for device_plan in two.lanes:
+        for device_plan in two.device_plans:
             assert device_plan.memory()[kind] == pytest.approx(shard_bytes / 2 + (whole - shard_bytes), rel=0.02)
 
 
@@ -152,7 +152,7 @@ def test_devices_share_no_sum_that_is_to_be_ordered(ordered):
     x, up, down = input("x", (3, 64)), weight("up", (512, 64)), weight("down", (64, 512))
     y = ops.mul_mat(down, ops.silu(ops.mul_mat(up, x, ordered=ordered)), ordered=ordered)
     new_plan = plan(Graph({"y": y}), devices(2), split_mode="tensor")
-    assert ("all_reduce" in {i.op for i in new_plan.lanes[0].program.instructions}) is not ordered
+    assert ("all_reduce" in {i.op for i in new_plan.device_plans[0].program.instructions}) is not ordered
 
 
 def test_a_quantised_row_is_never_split_inside_a_block():
@@ -211,7 +211,7 @@ def test_a_device_may_get_nothing():
     data = {"w": np.arange(24, dtype=np.float32).reshape(6, 4)}
     feed = np.ones((2, 4), np.float32)
     np.testing.assert_array_equal(load(new_plan, data).run({"x": feed})["y"], feed @ data["w"].T)
-    assert new_plan.lanes[1].memory()["weight"] == 0
+    assert new_plan.device_plans[1].memory()["weight"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
@@ -329,6 +329,6 @@ def test_planning_twice_gives_the_same_plan():
         cache = state("cache", (9, 8))
         new = ops.set_rows(cache, ops.mul_mat(weight("k", (8, 4)), input("x", (1, 4))), input("ids", (1,), "i32"))
         new_plan = plan(Graph({"y": ops.mul_mat(new, new)}, {cache: new}), devices(3), split_mode="tensor")
-        return [device_plan.program for device_plan in new_plan.lanes], new_plan.leaves, new_plan.cuts
+        return [device_plan.program for device_plan in new_plan.device_plans], new_plan.leaves, new_plan.sharded_factors
 
     assert once() == once()

@@ -30,7 +30,7 @@ def passed_on(stages: int = 3):
 
 
 def programs_of(plan):
-    return [device_plan.program for device_plan in plan.lanes]
+    return [device_plan.program for device_plan in plan.device_plans]
 
 
 def orders(plan, runs):
@@ -137,8 +137,8 @@ def test_messages_to_and_fro_are_no_fault_and_no_gain():
 def test_devices_that_wait_for_each_other_are_found():
     """Check a device that sends a message to one that receives it only after its own message has arrived."""
     plan = passed_on(2)
-    (sent,) = (i for i in plan.lanes[0].program.instructions if i.op == "send")
-    (taken,) = (i for i in plan.lanes[1].program.instructions if i.op == "receive")
+    (sent,) = (i for i in plan.device_plans[0].program.instructions if i.op == "send")
+    (taken,) = (i for i in plan.device_plans[1].program.instructions if i.op == "receive")
     there = dataclasses.replace(sent, attrs={**sent.attrs, "to": 0, "sequence": 1})
     here = dataclasses.replace(taken, attrs={**taken.attrs, "source": 1, "sequence": 1})
     one, two = programs_of(plan)

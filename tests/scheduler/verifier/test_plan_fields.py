@@ -87,7 +87,7 @@ def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_rig
 def test_the_oracle_finds_a_plan_that_runs_wrong():
     """A step left out, which the verifier is not asked about."""
     plan = plan_by_name("cut")
-    program = plan.lanes[0].program
-    path = (("field", "lanes"), ("item", 0), ("field", "program"))
+    program = plan.device_plans[0].program
+    path = (("field", "device_plans"), ("item", 0), ("field", "program"))
     less = dataclasses.replace(program, instructions=program.instructions[:-1])
     assert run_faults(put(plan, path, less), truth("cut"))

@@ -53,12 +53,12 @@ def test_equal_layers_are_lowered_and_verified_once(monkeypatch):
         count_calls(monkeypatch, plan_verifier, "find_program_faults"),
     )
     plan = layers_on(LAYERS)
-    assert len({id(one.program) for one in plan.lanes}) == LAYERS
+    assert len({id(one.program) for one in plan.device_plans}) == LAYERS
     assert len(lowered) == len(proven) == 4  # the first two are cut elsewhere, the last gives the output
 
 
 def test_what_is_stamped_is_what_lowering_gives():
-    for one in layers_on(LAYERS).lanes:
+    for one in layers_on(LAYERS).device_plans:
         graph, program = lower.lower_graph(one.graph, one.backend, one.device)
         assert graph.digest() == one.graph.digest()
         assert program == one.program
@@ -69,8 +69,8 @@ def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch)
     group = find_devices([f"reference:{d}" for d in range(3)], None)
     plan = plan_for_group(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
     assert not stamped
-    assert len({structural_equality.make_program_key(one.program) for one in plan.lanes}) == 3
-    for one in plan.lanes:
+    assert len({structural_equality.make_program_key(one.program) for one in plan.device_plans}) == 3
+    for one in plan.device_plans:
         lowered = lower.lower_graph(structural_equality.with_numbered_names(one.graph), one.backend, one.device)
         graph, program = structural_equality.restore_graph_names(*lowered, one.graph)
         assert graph.digest() == one.graph.digest()
@@ -117,17 +117,19 @@ def test_a_fault_in_a_program_that_was_stamped_is_found(fault):
     plan = layers_on(LAYERS)
     assert not list(find_plan_faults(plan))
     at = 3
-    broken = replace(plan.lanes[at], program=FAULTS[fault](plan.lanes[at].program))
-    other = plan.lanes[2]
-    assert is_equal_to_proven_program(plan.lanes[at].graph, plan.lanes[at].program, other.graph, other.program)
+    broken = replace(plan.device_plans[at], program=FAULTS[fault](plan.device_plans[at].program))
+    other = plan.device_plans[2]
+    assert is_equal_to_proven_program(
+        plan.device_plans[at].graph, plan.device_plans[at].program, other.graph, other.program
+    )
     assert not is_equal_to_proven_program(broken.graph, broken.program, other.graph, other.program)
-    device_plans = tuple(broken if n == at else one for n, one in enumerate(plan.lanes))
-    assert list(find_plan_faults(replace(plan, lanes=device_plans)))
+    device_plans = tuple(broken if n == at else one for n, one in enumerate(plan.device_plans))
+    assert list(find_plan_faults(replace(plan, device_plans=device_plans)))
 
 
 def test_graphs_of_other_shapes_or_wiring_are_not_equal():
     plan = layers_on(LAYERS)
-    first, third, fourth = (plan.lanes[n] for n in (0, 2, 3))
+    first, third, fourth = (plan.device_plans[n] for n in (0, 2, 3))
     assert not is_equal_to_proven_program(first.graph, first.program, third.graph, third.program)
     (y,) = (v for v in fourth.graph.updates.values())
     crossed = Graph(fourth.graph.outputs, dict.fromkeys(fourth.graph.updates, y.node.inputs[0]))

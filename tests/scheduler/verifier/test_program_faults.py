@@ -40,12 +40,12 @@ def make_shard(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
 
 
 def small_arena() -> Plan:
-    arena, *rest = tensor_plan().lanes[0].program.buffers
+    arena, *rest = tensor_plan().device_plans[0].program.buffers
     return with_program_changes(tensor_plan(), 0, buffers=(dataclasses.replace(arena, nbytes=arena.nbytes - 64), *rest))
 
 
 def other_buffer() -> Plan:
-    buffers = list(tensor_plan().lanes[1].program.buffers)
+    buffers = list(tensor_plan().device_plans[1].program.buffers)
     at = next(i for i, b in enumerate(buffers) if b.name == "wo")
     whole = next(v.spec for v in tensor_plan().graph.weights if v.node.name == "wo")
     buffers[at] = dataclasses.replace(buffers[at], declared_spec=whole)
@@ -53,14 +53,14 @@ def other_buffer() -> Plan:
 
 
 def other_device() -> Plan:
-    device = dataclasses.replace(tensor_plan().lanes[1].device, kind="toy")
-    device_plans = (tensor_plan().lanes[0], dataclasses.replace(tensor_plan().lanes[1], device=device))
-    return dataclasses.replace(tensor_plan(), lanes=device_plans)
+    device = dataclasses.replace(tensor_plan().device_plans[1].device, kind="toy")
+    device_plans = (tensor_plan().device_plans[0], dataclasses.replace(tensor_plan().device_plans[1], device=device))
+    return dataclasses.replace(tensor_plan(), device_plans=device_plans)
 
 
 def reuse() -> Plan:
     """The second of two products is written over the first, which the activation has still to read."""
-    products = [i for i in tensor_plan().lanes[0].program.instructions if i.node in ("gateed", "uped")]
+    products = [i for i in tensor_plan().device_plans[0].program.instructions if i.node in ("gateed", "uped")]
     return step(tensor_plan(), 0, products[1].node, lambda i: at_offset(i, products[0].dst[0].offset))
 
 
@@ -133,7 +133,9 @@ PROGRAMS: Mapping[str, PlannedFault] = {
     "an output is read elsewhere": (
         r"device 0: at the end, output 'z': reads %z\.sum",
         lambda: with_program_changes(
-            tensor_plan(), 0, outputs={k: move_tensor(t, 64) for k, t in tensor_plan().lanes[0].program.outputs.items()}
+            tensor_plan(),
+            0,
+            outputs={k: move_tensor(t, 64) for k, t in tensor_plan().device_plans[0].program.outputs.items()},
         ),
     ),
     "an input lies on another": (
@@ -141,7 +143,9 @@ PROGRAMS: Mapping[str, PlannedFault] = {
         lambda: with_program_changes(
             tensor_plan(),
             0,
-            inputs={k: dataclasses.replace(t, offset=0) for k, t in tensor_plan().lanes[0].program.inputs.items()},
+            inputs={
+                k: dataclasses.replace(t, offset=0) for k, t in tensor_plan().device_plans[0].program.inputs.items()
+            },
         ),
     ),
     "a state is read before its new rows are written": (
@@ -160,9 +164,9 @@ FIRST, LAST = ((0, 3),), ((3, 3),)
 
 def replace_experts(plan: Plan, device: int, source: int, *runs: tuple[tuple[int, int], ...]) -> Plan:
     """Give `device` of the mixture the experts that device `source` of `plan` has."""
-    device_plans = list(experts_plan().lanes)
-    device_plans[device] = dataclasses.replace(plan.lanes[source], device=device_plans[device].device)
-    whole = dataclasses.replace(experts_plan(), lanes=tuple(device_plans))
+    device_plans = list(experts_plan().device_plans)
+    device_plans[device] = dataclasses.replace(plan.device_plans[source], device=device_plans[device].device)
+    whole = dataclasses.replace(experts_plan(), device_plans=tuple(device_plans))
     return with_leaf_layouts(whole, **dict.fromkeys((*TABLES, "far"), make_shard(0, *runs)))
 
 

@@ -37,15 +37,15 @@ def plan_graph() -> Plan:
 
 
 def shorts(plan: Plan) -> list[UnrollableProgram]:
-    return [device_plan.short for device_plan in plan.lanes if device_plan.short is not None]
+    return [device_plan.short for device_plan in plan.device_plans if device_plan.short is not None]
 
 
 def with_shorts(plan: Plan, shorts: list[UnrollableProgram], **changes: Any) -> Plan:
     device_plans = [
         lane_of(device_plan.device, device_plan.backend, short)
-        for device_plan, short in zip(plan.lanes, shorts, strict=True)
+        for device_plan, short in zip(plan.device_plans, shorts, strict=True)
     ]
-    return dataclasses.replace(plan, lanes=tuple(device_plans), **changes)
+    return dataclasses.replace(plan, device_plans=tuple(device_plans), **changes)
 
 
 def with_program_change(change: Callable[[Program], Program]) -> Plan:
@@ -144,7 +144,7 @@ def with_exchanged_collectives() -> Plan:
 
 def lowered_as_if_nothing_came_again() -> Plan:
     """A program that runs the short graph, but keeps values of the next run where this one still needs them."""
-    device_plan, parts = plan_graph().lanes[DEVICE], shorts(plan_graph())
+    device_plan, parts = plan_graph().device_plans[DEVICE], shorts(plan_graph())
     graph, program = lower_graph(parts[DEVICE].graph, device_plan.backend, device_plan.device)
     parts[DEVICE] = UnrollableProgram(graph, program, parts[DEVICE].shortened_graph)
     return with_shorts(plan_graph(), parts)
@@ -260,8 +260,8 @@ def test_a_fault_in_a_short_plan_is_found(name):
 
 
 def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
-    device_plan = plan_graph().lanes[DEVICE]
-    broken = lowered_as_if_nothing_came_again().lanes[DEVICE].short
+    device_plan = plan_graph().device_plans[DEVICE]
+    broken = lowered_as_if_nothing_came_again().device_plans[DEVICE].short
     assert (
         list(
             find_device_repetition_faults(
@@ -282,12 +282,12 @@ def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
 @pytest.mark.parametrize("name", ["lowered as if nothing came again", "a result lies elsewhere"])
 def test_what_is_found_in_a_short_plan_is_wrong_step_by_step(name):
     plan = FAULTS[name][0]()
-    device_plans = tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes)
-    assert list(find_plan_faults(dataclasses.replace(plan, lanes=device_plans)))
+    device_plans = tuple(dataclasses.replace(device_plan) for device_plan in plan.device_plans)
+    assert list(find_plan_faults(dataclasses.replace(plan, device_plans=device_plans)))
 
 
 def test_a_device_plan_that_was_changed_after_unrolling_is_checked_step_by_step():
-    plan, device_plans = plan_graph(), list(plan_graph().lanes)
+    plan, device_plans = plan_graph(), list(plan_graph().device_plans)
     program = device_plans[DEVICE].program
     (number,) = (at for at, b in enumerate(program.buffers) if b.name == "blk.10.gate")
     steps = tuple(
@@ -299,4 +299,6 @@ def test_a_device_plan_that_was_changed_after_unrolling_is_checked_step_by_step(
     device_plans[DEVICE] = dataclasses.replace(
         device_plans[DEVICE], program=dataclasses.replace(program, instructions=steps)
     )
-    assert any("blk.11.gate" in why for why in find_plan_faults(dataclasses.replace(plan, lanes=tuple(device_plans))))
+    assert any(
+        "blk.11.gate" in why for why in find_plan_faults(dataclasses.replace(plan, device_plans=tuple(device_plans)))
+    )

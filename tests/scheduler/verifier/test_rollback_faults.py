@@ -40,12 +40,12 @@ def _renumber(undo, by: int) -> None:
 
 def backwards(plan: Plan, device: int, name: str, change) -> Plan:
     """One of the instructions that undo a step is changed."""
-    undo = [(n, change(i) if i.node == name else i) for n, i in plan.lanes[device].program.undo]
+    undo = [(n, change(i) if i.node == name else i) for n, i in plan.device_plans[device].program.undo]
     return with_program_changes(plan, device, undo=tuple(undo))
 
 
 def saves(name: str, device: int = 0):
-    return next(i for i in tensor_plan().lanes[device].program.instructions if i.node == f"{name}.save")
+    return next(i for i in tensor_plan().device_plans[device].program.instructions if i.node == f"{name}.save")
 
 
 def overwritten(name: str, by: str) -> Plan:
@@ -86,7 +86,7 @@ def saved_short(rows: int) -> Plan:
 
 def saved_twice() -> Plan:
     """Once before the step that overwrites it, and once after."""
-    program = tensor_plan().lanes[0].program
+    program = tensor_plan().device_plans[0].program
     at = [i.node for i in program.instructions].index("mask")
     again = (*program.instructions[:at], saves("cache.k"), *program.instructions[at:])
     return with_program_changes(tensor_plan(), 0, instructions=again, undo=(*program.undo, (at, program.undo[0][1])))
@@ -178,7 +178,7 @@ UNDOING: Mapping[str, PlannedFault] = {
     ),
     "saves are put back in the order in which they were made": (
         r"steps \[7, 5\] are not restored in reverse order",
-        lambda: with_program_changes(tensor_plan(), 0, undo=tensor_plan().lanes[0].program.undo[::-1]),
+        lambda: with_program_changes(tensor_plan(), 0, undo=tensor_plan().device_plans[0].program.undo[::-1]),
     ),
     "a step that computes is said to be a save": (
         r"a save\): rms_norm cannot save a state",

@@ -433,7 +433,7 @@ def store_results(a, heads, start, end, place):
 @cache
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill kernel by AMX tiles for keys of type `k` and values of type `v`."""
-    unit, name = select_amx_tile_operations(), f"attention_tiled.attend.{k}.{v}"
+    unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
         name,
         compute_scratch_layout,

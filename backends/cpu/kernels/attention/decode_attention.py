@@ -431,7 +431,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
                     merge_partial_results_of_group(a, group, scores)
         return 0
 
-    return Kernel(f"attention_few.attend.{k}.{v}", body)
+    return Kernel(f"decode_attention.attend.{k}.{v}", body)
 
 
 @kernel

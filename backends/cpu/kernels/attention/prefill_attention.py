@@ -439,7 +439,7 @@ def make_attention_span_kernel(
 @cache
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
-    name = f"attention_many.attend.{k}.{v}"
+    name = f"prefill_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
         name, compute_scratch_layout, load_queries, _make_attend_to_tile(k, v), store_results, do_nothing, do_nothing
     )

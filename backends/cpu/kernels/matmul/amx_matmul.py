@@ -229,7 +229,7 @@ def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
         release(mine)
         return 0
 
-    return Kernel(f"tiled.product.{weight.dtype}", body)
+    return Kernel(f"amx_matmul.multiply.{weight.dtype}", body)
 
 
 def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int) -> None:

@@ -195,7 +195,7 @@ def compute_amx_moe_scratch_bytes(pitch: int) -> int:
 @cache
 def make_single_weight_amx_moe_kernel(weight: AmxWeightType) -> Kernel:
     """Make the AMX kernel of an MoE matmul with a single weight."""
-    return make_amx_moe_matmul_kernel(f"tiled_experts.product.{weight.dtype}", weight, make_store_amx_sums(), 2)
+    return make_amx_moe_matmul_kernel(f"amx_moe.multiply.{weight.dtype}", weight, make_store_amx_sums(), 2)
 
 
 # ----------------------------------------------------------------------------------------------------- binding

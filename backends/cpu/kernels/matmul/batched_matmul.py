@@ -121,7 +121,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
                         sums += tall * tile_groups * GROUP_ROWS * 4
         return 0
 
-    return Kernel(f"matrices.{name}.{dtype}", body)
+    return Kernel(f"batched_matmul.{name}.{dtype}", body)
 
 
 def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -147,7 +147,7 @@ def make_float_weight_tiling(dtype: DType) -> WeightTiling:
 @cache
 def make_float_matmul_kernel(dtype: DType) -> Kernel:
     """Make the matmul kernel of a float weight type. float16 and bfloat16 weights need a multiple of 16 columns."""
-    return make_grouped_matmul_kernel(f"dense.product.{dtype}", make_float_weight_tiling(dtype))
+    return make_grouped_matmul_kernel(f"float_matmul.multiply.{dtype}", make_float_weight_tiling(dtype))
 
 
 COLUMN_MATMUL_ARGS = declare_args(

@@ -100,7 +100,7 @@ def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
                 quantise_row_to_targets(a, ROUNDING_WORD, slot, to, rows)
         return 0
 
-    return Kernel(f"pairs.pair.{form.dtype}.{kind}", body)
+    return Kernel(f"gated_matmul_few.multiply.{form.dtype}.{kind}", body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,7 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
         end(mine)
         return 0
 
-    return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
+    return Kernel(f"gated_matmul_many.multiply.{dtype}.{kind}" + TILE_SUFFIX * (rounding in TERMS_BY_KIND), body)
 
 
 def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:

@@ -26,7 +26,7 @@ def make_gated_moe_matmul_kernel(dtype: DType, kind: str) -> Kernel:
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``.
     """
     return amx_moe.make_amx_moe_matmul_kernel(
-        f"pairs_experts.pair.{dtype}.{kind}", make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
+        f"gated_moe_amx.multiply.{dtype}.{kind}", make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
     )
 
 

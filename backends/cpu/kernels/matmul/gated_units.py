@@ -45,7 +45,7 @@ def make_gated_unit_kernel(kind: str) -> Kernel:
             quantise_row_to_targets(a, ROUNDING_WORD, i, y, n)
         return 0
 
-    return Kernel(f"gated.gated.{kind}", body)
+    return Kernel(f"gated_units.combine.{kind}", body)
 
 
 def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:

@@ -296,7 +296,7 @@ def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
 @cache
 def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
     """Make the matmul kernel of a packed weight type."""
-    return make_grouped_matmul_kernel(f"products.product.{form.dtype}", make_packed_weight_tiling(form))
+    return make_grouped_matmul_kernel(f"packed_matmul.multiply.{form.dtype}", make_packed_weight_tiling(form))
 
 
 # ----------------------------------------------------------------------------------------------------- binding

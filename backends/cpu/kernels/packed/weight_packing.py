@@ -45,7 +45,7 @@ def make_pack_weights_kernel(form: PackedFormat) -> Kernel:
                         split(row, scales, lane, s)
         return 0
 
-    return Kernel(f"packing.pack.{form.dtype}", body)
+    return Kernel(f"weight_packing.pack.{form.dtype}", body)
 
 
 UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scratch")
@@ -94,4 +94,4 @@ def make_unpack_rows_kernel(form: PackedFormat) -> Kernel:
                     )
         return 0
 
-    return Kernel(f"packing.unpack.{form.dtype}", body)
+    return Kernel(f"weight_packing.unpack.{form.dtype}", body)

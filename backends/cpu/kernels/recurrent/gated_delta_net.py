@@ -353,7 +353,9 @@ def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
                 transpose_row_block(transposed, 4 * BLOCK_ROWS, new, step, size, BLOCK_ROWS)
         return 0
 
-    return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
+    return Kernel(
+        f"gated_delta_net.advance.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body
+    )
 
 
 def _bind_delta_net(steps: StepTableBuilder, call: BoundInstruction) -> bool:

@@ -76,7 +76,7 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
                 store(out, mul(y, splat(BY_KEY_ARGS.scale(a))))
         return 0
 
-    return Kernel(f"scans.by_key.{'bonus' if bonus else 'plain'}", body)
+    return Kernel(f"linear_attention.by_key.{'bonus' if bonus else 'plain'}", body)
 
 
 @kernel

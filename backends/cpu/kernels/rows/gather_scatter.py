@@ -92,7 +92,7 @@ def make_gather_or_scatter_rows_kernel(scatter: bool, dtype: DType = DType.F32) 
             copy(source, target, columns)
         return 0
 
-    return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
+    return Kernel(f"gather_scatter.{'scatter' if scatter else 'gather'}.{dtype}", body)
 
 
 WIDEN = declare_args("rows columns x x_row y y_row")
@@ -109,7 +109,7 @@ def make_widen_rows_kernel(dtype: DType) -> Kernel:
             copy(WIDEN.x(a) + i * WIDEN.x_row(a), WIDEN.y(a) + i * WIDEN.y_row(a), WIDEN.columns(a))
         return 0
 
-    return Kernel(f"moves.widen_rows.{dtype}", body)
+    return Kernel(f"gather_scatter.widen_rows.{dtype}", body)
 
 
 def _find_id_bytes(ids: Operand) -> int | None:

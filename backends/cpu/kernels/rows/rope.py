@@ -130,7 +130,7 @@ def make_rope_kernel(neighbours: bool) -> Kernel:
             rotate_row(x, y, offset, pairs, cosines + at, sines + at)
         return 0
 
-    return Kernel(f"rotary.rotate.{'neighbours' if neighbours else 'halves'}", body)
+    return Kernel(f"rope.rotate.{'neighbours' if neighbours else 'halves'}", body)
 
 
 SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offset rows_of_position first")
@@ -159,7 +159,7 @@ def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
             rotate_row(y, y, offset, pairs, cosines + at, sines + at)
         return 0
 
-    return Kernel(f"rotary.scaled_and_rotated.{'neighbours' if neighbours else 'halves'}", body)
+    return Kernel(f"rope.scale_and_rotate.{'neighbours' if neighbours else 'halves'}", body)
 
 
 @dataclass(frozen=True, slots=True)

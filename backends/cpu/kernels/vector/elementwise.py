@@ -139,7 +139,7 @@ def make_unary_kernel(name: str, function: Subroutine | None = None) -> Kernel:
                 store_lanes(y, c, n, compute(load_lanes(x, c, n, 4)))
         return 0
 
-    return Kernel(f"rows.unary.{name}", body)
+    return Kernel(f"elementwise.unary.{name}", body)
 
 
 @kernel
@@ -171,7 +171,7 @@ def make_binary_kernel(name: str) -> Kernel:
                 store_lanes(y, c, n, function(load_lanes(x, c, n, first), load_lanes(z, c, n, second)))
         return 0
 
-    return Kernel(f"rows.binary.{name}", body)
+    return Kernel(f"elementwise.binary.{name}", body)
 
 
 NUMBER_FUNCTIONS = {
@@ -199,7 +199,7 @@ def make_two_number_kernel(name: str) -> Kernel:
                 store_lanes(y, c, n, function(load_lanes(x, c, n, 4), first, second))
         return 0
 
-    return Kernel(f"rows.with_numbers.{name}", body)
+    return Kernel(f"elementwise.with_numbers.{name}", body)
 
 
 CHOICE_ARGS = make_row_args("t x z y")
