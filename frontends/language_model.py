@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -24,7 +24,7 @@ from .generation.options import Options, resolve_options
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .inference.micro_batches import make_session
-from .inference.pooling import MEAN_POOLING, choose_pooling
+from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling
 from .inference.prefill_chunks import as_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
@@ -32,8 +32,6 @@ from .inference.session_lease import SessionLease
 from .open_model import open_adapted_model, open_model, open_session
 from .text_limits import require_texts_fit
 
-EMBED_BATCH_TEXTS = 8
-"""Maximum texts that `Model.embed` runs at once."""
 MAX_IDLE_SESSIONS = 4
 """Maximum idle sessions that are kept for later calls."""
 PROMPT_KIND = TEXT | list_of(ANY, "a sequence of tokens")
@@ -314,19 +312,21 @@ class Model:
         (2, 192)
         """
         ids = [self._encode_prompt(text) for text in ([texts] if isinstance(texts, str) else texts)]
+        whole = self.pool_texts(ids, read_pooling(self._model.gguf.metadata, self._model.architecture))
+        return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
+
+    def pool_texts(self, ids: Sequence[list[int]], pool: Callable[[F32], F32]) -> F32:
+        """Return the pooled row of each tokenized text; `pool` gets the rows of its tokens, f32[tokens, width]."""
         require_texts_fit(ids, self.context, "text")
-        pool = choose_pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN_POOLING))
-        vectors: list[npt.NDArray[np.float32]] = []
+        vectors: list[F32] = []
         for start in range(0, len(ids), EMBED_BATCH_TEXTS):
             part = ids[start : start + EMBED_BATCH_TEXTS]
             longest = 1 << max(map(len, part)).bit_length()
             with self._lease_session(len(part), longest if len(part) > 1 else None) as lease:
                 lease.reset_all_sequences()
-                hidden = lease.session.evaluate(part, every_position=True, hidden=True)
+                vectors += map(pool, lease.session.evaluate(part, every_position=True, hidden=True))
                 lease.tokens = [list(new) for new in part]
-            vectors += map(pool, hidden)
-        whole = np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
-        return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
+        return np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
 
     @property
     def tokenizer(self) -> Tokenizer:

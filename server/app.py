@@ -7,16 +7,32 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from ..frontends.serving.service import ModelService
 from .endpoints.anthropic import build_message_routes
 from .endpoints.native import build_native_routes
 from .endpoints.openai_chat import build_chat_routes
+from .endpoints.openai_responses import build_response_routes
 from .endpoints.openai_text import build_text_routes
+from .endpoints.rerank import build_rerank_routes
 from .errors import ApiError
 from .options import ServerOptions
 from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
 from .state import ServingState
+
+
+def build_routes() -> list[Route]:
+    """Return the routes of all endpoints."""
+    builders = (
+        build_chat_routes,
+        build_response_routes,
+        build_text_routes,
+        build_rerank_routes,
+        build_native_routes,
+        build_message_routes,
+    )
+    return [route for build in builders for route in build()]
 
 
 def create_app(service: ModelService, options: ServerOptions) -> Starlette:
@@ -27,7 +43,7 @@ def create_app(service: ModelService, options: ServerOptions) -> Starlette:
         options: Access, limits and defaults; `run_server` uses the address.
     """
     state = ServingState(service, options)
-    routes = [*build_chat_routes(), *build_text_routes(), *build_native_routes(), *build_message_routes()]
+    routes = build_routes()
     layers = [
         Middleware(ErrorLayer, state.metrics, [route.path for route in routes]),
         Middleware(OriginLayer, options.cors_origins),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from ..frontends.errors import ModelError
 from ..frontends.generation.grammar import Grammar
+from ..frontends.generation.lazy_grammar import LazyGrammar
 from ..frontends.gguf.tokenization.tokenizer import Tokenizer
 from .bodies.schemas import MAX_GRAMMAR_CHARACTERS
 from .errors import make_bad_request_error
@@ -47,6 +48,17 @@ class GrammarCache:
             raise make_bad_request_error(grammar.warning, "json_schema")
         return grammar
 
+    def compile_call_schema(self, schema: Mapping[str, object], is_strict: bool = False) -> Grammar:
+        """Return the compiled grammar of tool calls with optional spaces, as models write them without a grammar.
+
+        Raises:
+            ApiError: As `compile_schema`.
+        """
+        grammar = self._get("tools", json.dumps(schema))
+        if is_strict and grammar.warning:
+            raise make_bad_request_error(grammar.warning, "tools")
+        return grammar
+
     def _get(self, kind: str, text: str) -> Grammar:
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise make_bad_request_error(
@@ -60,7 +72,7 @@ class GrammarCache:
             if kind == "grammar":
                 grammar = Grammar(self._tokenizer, grammar=text)
             else:
-                grammar = Grammar(self._tokenizer, json_schema=text)
+                grammar = Grammar(self._tokenizer, json_schema=text, allows_spaces=kind == "tools")
         except ModelError as error:
             raise make_bad_request_error(str(error), kind) from None
         with self._lock:
@@ -70,6 +82,6 @@ class GrammarCache:
         return grammar
 
 
-def list_ignored_schema_keywords(grammar: Grammar | None) -> tuple[str, ...]:
+def list_ignored_schema_keywords(grammar: Grammar | LazyGrammar | None) -> tuple[str, ...]:
     """List the keywords of its JSON schema that a grammar ignores, as entries of the header of ignored fields."""
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from types import FrameType
 from typing import Any
@@ -42,7 +42,13 @@ HEADER_ERROR = (
 )
 
 
-def run_server(service: ModelService, options: ServerOptions, announce: Callable[[str], None] | None = None) -> int:
+def run_server(
+    service: ModelService,
+    options: ServerOptions,
+    announce: Callable[[str], None] | None = None,
+    *,
+    listeners: Sequence[socket.socket] | None = None,
+) -> int:
     """Serve a model until a signal, close the service, and return the exit code.
 
     Call it in the main thread, which handles the signals.
@@ -51,6 +57,7 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
         service: The model with its engine.
         options: The address, access, limits and defaults.
         announce: Receives each URL when connections are accepted.
+        listeners: Sockets of `bind_sockets`, which this function closes; None binds them here.
 
     Raises:
         OSError: The address cannot be used.
@@ -59,8 +66,10 @@ def run_server(service: ModelService, options: ServerOptions, announce: Callable
     state: ServingState = app.state.serving
     try:
         with ExitStack() as stack:
-            listeners = [stack.enter_context(closing(each)) for each in bind_sockets(options)]
-            DrainingServer(app, options, announce).run(sockets=listeners)
+            sockets = list(bind_sockets(options) if listeners is None else listeners)
+            for each in sockets:
+                stack.enter_context(closing(each))
+            DrainingServer(app, options, announce).run(sockets=sockets)
     finally:
         state.builder.close()
         service.close(0.0)

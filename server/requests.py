@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ..frontends.errors import ModelError
 from ..frontends.generation.generate import EMPTY_PROMPT_ERROR, GenerationParams
 from ..frontends.generation.grammar import Grammar
+from ..frontends.generation.lazy_grammar import LazyGrammar
 from ..frontends.serving.requests import GenerationRequest
 from ..frontends.serving.service import ModelService
 from .bodies.messages import ChatPrompt, render_messages
@@ -74,6 +75,15 @@ class RequestBuilder:
         """
         embed = partial(self._service.embed, texts, normalise=normalise)
         return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
+
+    async def rank(self, query: str, documents: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        """Return the scores of documents for a query, and the tokens of all texts.
+
+        Raises:
+            ModelError: As `ModelService.rank`.
+        """
+        rank = partial(self._service.rank, query, documents)
+        return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, rank)
 
     def close(self) -> None:
         """Shut down the worker threads after their current work."""
@@ -209,6 +219,15 @@ class RequestBuilder:
             partial(self._grammars.compile_schema, schema, is_strict), "json_schema"
         )
 
+    async def compile_call_schema(self, schema: Mapping[str, object], is_strict: bool) -> Grammar:
+        """Compile the JSON schema of a tool call to a grammar, in a worker thread.
+
+        Raises:
+            ApiError: As `GrammarCache.compile_call_schema`, or the compilation takes too long.
+        """
+        compile_schema = partial(self._grammars.compile_call_schema, schema, is_strict)
+        return await self._compile_with_time_limit(compile_schema, "tools")
+
     async def _compile_with_time_limit(self, function: Callable[[], Grammar], param: str) -> Grammar:
         """Run a function that compiles a grammar, with a time limit.
 
@@ -225,7 +244,7 @@ class RequestBuilder:
             ) from None
 
     def build_generation_params(
-        self, body: SamplingBody, limit: int | None, grammar: Grammar | None, choice: int = 0
+        self, body: SamplingBody, limit: int | None, grammar: Grammar | LazyGrammar | None, choice: int = 0
     ) -> GenerationParams:
         """Build the generation parameters of choice number `choice`; each choice has its own seed.
 

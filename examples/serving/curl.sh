@@ -13,6 +13,7 @@ call /v1/models
 call /v1/completions '{"prompt": "It was a", "max_tokens": 16, "temperature": 0}'
 call /v1/completions '{"prompt": "It was a", "max_tokens": 4, "stream": true}'
 call /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 16}'
+call /v1/responses '{"input": "Hello.", "max_output_tokens": 16}'
 call /v1/messages '{"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 16, "model": "any"}'
 call /v1/embeddings '{"input": ["a ball", "a dance"]}'
 call /completion '{"prompt": "It was a", "n_predict": 4, "n_probs": 2}'

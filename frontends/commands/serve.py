@@ -7,7 +7,10 @@ import gc
 import math
 import os
 import signal
+import socket
 import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -179,9 +182,25 @@ def run(args: argparse.Namespace) -> int:
         return print_dry_run_prediction(args)
     options = read_server_options(args)
     check_server_options(options)
+    with ExitStack() as stack:
+        listeners = bind_server_sockets(options)
+        for listener in listeners:
+            stack.enter_context(listener)
+        return serve_model(args, options, listeners)
+
+
+def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Sequence[socket.socket]) -> int:
+    """Open the model and serve it at bound sockets until a signal; return the exit code.
+
+    Args:
+        args: The flags.
+        options: The options of the HTTP server.
+        listeners: The listening sockets. Clients that connect wait until the model is open.
+    """
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
+    from ..serving.encoder import EncoderService, has_no_generation
     from ..serving.thread import EngineOptions, EngineThread
 
     queue = QUEUE_PER_SLOT * args.parallel if args.queue is None else args.queue
@@ -193,10 +212,15 @@ def run(args: argparse.Namespace) -> int:
             failures.append(why)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
+        service: EngineThread | EncoderService
+        if has_no_generation(model):
+            service = EncoderService(model, name=name, version=__version__)
+        else:
+            service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
         lower_gc_threshold()
         try:
-            code = run_server(service, options, lambda url: write_line_to_stderr(f"hocket: serves {name} at {url}"))
+            announce = partial(_announce_url, name)
+            code = run_server(service, options, announce, listeners=listeners)
         finally:
             service.close(0.0)
         if service.error is not None and args.debug:
@@ -206,11 +230,15 @@ def run(args: argparse.Namespace) -> int:
         return 1 if failures else code
 
 
+def _announce_url(name: str, url: str) -> None:
+    write_line_to_stderr(f"hocket: serves {name} at {url}")
+
+
 def lower_gc_threshold() -> None:
     """Lower the threshold of the cyclic garbage collector from its value for short commands.
 
-    A server runs for a long time, and libraries leave cycles after a request: jinja2 leaves 400 objects after each
-    rendering of a chat template. The objects of the model stay, so the collector exempts them. A program with a lower
+    A server runs for a long time, and libraries leave cycles, such as jinja2 with 400 objects for each template that
+    it compiles. The objects of the model stay, so the collector exempts them. A program with a lower
     threshold of its own keeps its settings.
     """
     young, *old = gc.get_threshold()
@@ -294,21 +322,14 @@ def check_server_options(options: ServerOptions) -> None:
     """Check the server options before the model is loaded, which may take long.
 
     Raises:
-        ModelError: The address cannot be used, the certificate cannot be read, or the chat template has wrong syntax.
+        ModelError: The certificate cannot be read, or the chat template has wrong syntax.
     """
     import ssl
 
     from jinja2 import TemplateSyntaxError
 
-    from ...server.lifecycle import bind_sockets
-    from ..gguf.chat_sandbox import ChatEnvironment
+    from ..gguf.chat_sandbox import compile_chat_template
 
-    try:
-        for listener in bind_sockets(options):
-            listener.close()
-    except (OSError, UnicodeError) as error:
-        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
-        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
     certificate, key = options.tls_certificate, options.tls_key
     if certificate is not None:
         try:
@@ -318,9 +339,24 @@ def check_server_options(options: ServerOptions) -> None:
             raise ModelError(f"HTTPS cannot use {certificate} with {key}: {reason}; give PEM files") from None
     if options.chat_template is not None:
         try:
-            ChatEnvironment().parse(options.chat_template)
+            compile_chat_template(options.chat_template)
         except TemplateSyntaxError as error:
             raise ModelError(f"--chat-template: line {error.lineno}: {error.message}; correct the template") from None
+
+
+def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
+    """Return a listening socket for each address, before the model is loaded, which may take long.
+
+    Raises:
+        ModelError: An address cannot be used.
+    """
+    from ...server.lifecycle import bind_sockets
+
+    try:
+        return bind_sockets(options)
+    except (OSError, UnicodeError) as error:
+        reason = (getattr(error, "strerror", None) or "is no address").partition(" (while ")[0]
+        raise ModelError(f"{options.host}:{options.port}: {reason}; choose another --host or --port") from None
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:

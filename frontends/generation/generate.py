@@ -20,6 +20,7 @@ from ..inference.micro_batches import MicroBatchedSession, open_decode_schedule
 from ..inference.prefill_chunks import F32
 from ..inference.session import Session
 from .grammar import Grammar
+from .lazy_grammar import LazyGrammar
 from .sampling import Sampling
 from .speculative import SpeculativeDecoder
 
@@ -142,7 +143,7 @@ class GenerationParams:
     sampling: Sampling
     seed: int = 0
     end_tokens: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
+    grammar: Grammar | LazyGrammar | None = None
     pinned_tokens: int | None = None
     token_count: int | None = None
 

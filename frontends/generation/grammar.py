@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ COMPACT_JSON = {"whitespace_flexible": False, "lenient": True}
 
 A small model may write line breaks without end instead of a value.
 """
+SPACED_JSON = {"whitespace_flexible": True, "whitespace_pattern": " ?", "lenient": True}
+"""Options of llguidance for JSON with optional single spaces, as models write it without a grammar."""
 UNKNOWN_FORMAT_WARNING = "Unknown format: "
 """Start of the warning for an unknown `format`, which is an annotation (JSON Schema 2020-12, Validation, 7.2.3)."""
 NORMAL_STOP_REASONS = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
@@ -59,6 +61,7 @@ class Grammar:
         grammar: GBNF of llama.cpp, or Lark; empty for a JSON schema.
         json_schema: The JSON schema as text or as a mapping.
         schema_lenient: Whether to ignore keywords that llguidance does not support.
+        allows_spaces: Whether texts of a JSON schema may have single spaces between their parts.
 
     Raises:
         ModelError: The grammar or the schema is wrong, or llguidance is not installed. Unsupported keywords raise it
@@ -72,6 +75,7 @@ class Grammar:
         grammar: str = "",
         json_schema: str | Mapping[str, object] = "",
         schema_lenient: bool = True,
+        allows_spaces: bool = False,
     ) -> None:
         try:
             import llguidance
@@ -91,7 +95,9 @@ class Grammar:
             else:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
                 text = json.dumps(_move_listed_names_to_properties(schema))
-                self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT_JSON)
+                self._rules = compiler.grammar_from_json_schema(
+                    text, defaults=SPACED_JSON if allows_spaces else COMPACT_JSON
+                )
             is_wrong, messages = compiler.validate_grammar_with_warnings(self._rules, self._tokenizer)
         except Exception as why:  # every exception is caused by the text of the grammar
             is_wrong, messages = True, [str(why)]
@@ -150,6 +156,15 @@ class GrammarState:
         self._matcher.consume_token(token)
         self._require_valid_state()
         return not self._matcher.is_stopped()
+
+    def accept_beginning(self, tokens: Sequence[int]) -> bool:
+        """Accept the first tokens of a text, and return whether the grammar allows them and the text may continue.
+
+        After False the state is of no use.
+        """
+        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
+            return False
+        return all(self.accept_token(token) for token in tokens)
 
     def _require_valid_state(self) -> None:
         if self._matcher.is_error() or self._matcher.stop_reason() not in NORMAL_STOP_REASONS:

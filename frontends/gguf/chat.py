@@ -131,10 +131,10 @@ def render_chat(
         "eos_token": eos,
         "add_generation_prompt": add_generation_prompt,
     }
-    from .chat_sandbox import ChatEnvironment
+    from .chat_sandbox import compile_chat_template
 
     try:
-        return ChatEnvironment().render_text(template, variables)
+        return compile_chat_template(template).render(variables)
     except ModelError:
         raise
     except Exception as error:  # a template is a foreign program and may raise any exception

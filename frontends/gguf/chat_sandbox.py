@@ -17,11 +17,12 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, MappingView, ValuesView
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -37,6 +38,8 @@ INITIAL_FUEL = 1 << 19
 """Units of fuel of one rendering; a loop iteration, a call or an operator on little data consumes one unit."""
 CHARACTERS_PER_FUEL, ITEMS_PER_FUEL = 64, 4
 """Characters of text, and items of a collection, that consume one unit of fuel."""
+MAX_COMPILED_TEMPLATES = 16
+"""Compiled templates in memory; the least recently used one is dropped."""
 MAX_INTEGER_BITS = 1 << 12
 """Bits of the largest integer that ``*`` and ``**`` may produce."""
 WIDE_FIELD_PATTERN = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*:[^{}]*(\d{6}|\{)")
@@ -142,13 +145,22 @@ def _build_call(method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
     return nodes.Call(callee, args, [], None, None, lineno=lineno)
 
 
+class FuelGauge(threading.local):
+    """The remaining fuel of the rendering in the current thread; renderings in other threads have their own fuel."""
+
+    remaining = INITIAL_FUEL
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The jinja2 environment of one rendering: a sandbox with fuel, size limits and the functions of transformers."""
+    """The jinja2 environment of one template: a sandbox with fuel, size limits and the functions of transformers.
+
+    Any number of threads may render the template. The fuel is the only state of a rendering outside of its context.
+    """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        self.remaining_fuel = INITIAL_FUEL
+        self._fuel = FuelGauge()
         tags = [loopcontrols, IgnoredGenerationTag]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=tags, finalize=self.charge_value)
         self.concat = self.join_output_pieces  # type: ignore[method-assign]  # a hook of jinja2
@@ -161,11 +173,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = raise_exception
         self.globals["strftime_now"] = strftime_now
 
-    def render_text(self, source: str, variables: Mapping[str, object]) -> str:
-        """Render the template `source` with variables; exceptions of the template propagate."""
-        tree = FuelInstrumenter().visit(self.parse(source))
+    def compile_text(self, source: str) -> Template:
+        """Compile the template `source`, with fuel for the constants that jinja2 computes; syntax errors propagate."""
+        self._fuel.remaining = INITIAL_FUEL
+        return self.from_string(FuelInstrumenter().visit(self.parse(source)))
+
+    def render_template(self, template: Template, variables: Mapping[str, object]) -> str:
+        """Render a template of `compile_text` with new fuel; exceptions of the template propagate."""
+        self._fuel.remaining = INITIAL_FUEL
         pieces, size = [], 0
-        for piece in self.from_string(tree).generate(variables):
+        for piece in template.generate(variables):
             size += len(piece)
             self._require_size(size)
             pieces.append(piece)
@@ -177,8 +194,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         Raises:
             ModelError: The fuel is exhausted.
         """
-        self.remaining_fuel -= steps
-        if self.remaining_fuel < 0:
+        self._fuel.remaining -= steps
+        if self._fuel.remaining < 0:
             raise ModelError("the chat template does not come to an end; use another one, or plain text")
 
     def charge_value(self, value: Any) -> Any:
@@ -289,6 +306,28 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(arg, str) and WIDE_FIELD_PATTERN.search(arg):
                 raise ModelError("the chat template formats text with a width it does not need; use another one")
         self._require_size(product // 4)
+
+
+class CompiledChatTemplate:
+    """A compiled chat template; any number of threads may render it.
+
+    Args:
+        source: The jinja2 text of the template.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._environment = ChatEnvironment()
+        self._template = self._environment.compile_text(source)
+
+    def render(self, variables: Mapping[str, object]) -> str:
+        """Render the template with variables and new fuel; exceptions of the template propagate."""
+        return self._environment.render_template(self._template, variables)
+
+
+@lru_cache(MAX_COMPILED_TEMPLATES)
+def compile_chat_template(source: str) -> CompiledChatTemplate:
+    """Return the compiled template of a text; a compilation takes milliseconds, and leaves thousands of objects."""
+    return CompiledChatTemplate(source)
 
 
 def to_json(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from .session import F32
 
 MEAN_POOLING, FIRST_TOKEN_POOLING, LAST_TOKEN_POOLING, RANK_POOLING = 1, 2, 3, 4
 """Pooling types, as ``pooling_type`` of a GGUF file numbers them. Type 0 is none; the mean is taken then."""
+
+EMBED_BATCH_TEXTS = 8
+"""Maximum texts that `hocket.Model` pools at once."""
 
 
 def choose_pooling(kind: object) -> Any:
@@ -30,6 +34,15 @@ def choose_pooling(kind: object) -> Any:
     if kind not in pooling_functions:
         raise ModelError(f"pooling_type of the file is {kind!r}; need 0 (none), 1 (mean), 2 (first) or 3 (last)")
     return pooling_functions[kind]
+
+
+def read_pooling(metadata: Mapping[str, object], architecture: str) -> Any:
+    """Return the pooling function of a model file; without a pooling type it is the mean.
+
+    Raises:
+        ModelError: As `choose_pooling`.
+    """
+    return choose_pooling(metadata.get(f"{architecture}.pooling_type", MEAN_POOLING))
 
 
 def _pool_mean(rows: F32) -> F32:

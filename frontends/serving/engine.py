@@ -21,6 +21,7 @@ from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
 from ..generation.grammar import GrammarState
+from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
@@ -58,6 +59,13 @@ class StepRunner(Protocol):
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
         """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
 
+    @property
+    def planning_seconds(self) -> float:
+        """The seconds of plans and kernels since the start, which runs may include; see `SlotPool`."""
+
+    def predict_prompt_seconds(self, size: int) -> float:
+        """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
+
     def wipe(self, slot: int) -> None:
         """Zero all states of a slot; see `SlotPool.wipe`."""
 
@@ -78,7 +86,7 @@ class _RunningRequest:
     next_token: int | None = None
     new_tokens: int = 0
     first_token: float = 0.0
-    grammar: GrammarState | None = None
+    grammar: GrammarState | LazyGrammarState | None = None
     context_tokens: list[int] = field(default_factory=list)
     """Prompt and sampled tokens, for penalties and seeds."""
 
@@ -286,10 +294,12 @@ class Engine:
     def _predict_chunk_seconds(self, size: int) -> float:
         """Predict the seconds of a prompt chunk of `size` tokens, from the measured time of the nearest size.
 
-        The result is 0 if nothing is measured.
+        Before the first measurement, the prediction comes from the plan of the chunk.
         """
-        if size in self._chunk_seconds or not self._chunk_seconds:
-            return self._chunk_seconds.get(size, 0.0)
+        if not self._chunk_seconds:
+            return self._pool.predict_prompt_seconds(size)
+        if size in self._chunk_seconds:
+            return self._chunk_seconds[size]
         nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
         return self._chunk_seconds[nearest] * max(size / nearest, 1.0)
 
@@ -297,14 +307,14 @@ class Engine:
         before = len(running.tokens)
         size = self._choose_chunk_size(running, decoding)
         chunk = running.request.prompt[before : before + size]
-        start = self._clock()
+        start, planned = self._clock(), self._pool.planning_seconds
         try:
             logits = self._pool.read_prompt(running.slot, chunk, running.tokens)
         except HocketError as error:
             yield self._end_with_error(running, error)
             return
-        seconds = self._clock() - start
-        _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds)
+        seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
+        _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds - planning)
         self._sums.prompt_seconds += seconds
         running.tokens.extend(chunk)
         self._cache.record_read_tokens(running.slot, running.tokens)
@@ -318,14 +328,14 @@ class Engine:
 
     def _decode(self, decoding: Sequence[_RunningRequest]) -> Iterator[Event]:
         self._move_request_to_shrink_window(decoding)
-        start = self._clock()
+        start, planned = self._clock(), self._pool.planning_seconds
         try:
             rows = self._run_decode(decoding)
         except HocketError as error:
             yield from self._decode_one_by_one(decoding, error)
             return
-        seconds = self._clock() - start
-        _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds)
+        seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
+        _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
         self._sums.decode_seconds += seconds
         self._sums.decode_steps += 1
         for one in decoding:

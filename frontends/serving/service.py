@@ -72,6 +72,15 @@ class ModelService(Protocol):
             ModelError: A text is empty or too long.
         """
 
+    def rank(self, query: str, documents: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        """Compute the scores of documents for a query, f32[documents], and the tokens of all texts.
+
+        The call blocks until the scores are complete, so call it in a worker thread.
+
+        Raises:
+            ModelError: The model has no rank head, or a text is too long.
+        """
+
     def explain_plans(self) -> str:
         """Explain the plans that serve requests, as text."""
 

@@ -7,11 +7,13 @@ and tokens are decoded in the smallest aligned window that has all decoding slot
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
 from ..inference.session import MIN_CONTEXT_BUCKET, Session
@@ -41,7 +43,7 @@ def choose_slot_window(slots: Sequence[int]) -> tuple[int, int]:
 class SlotPool:
     """The memory of `slots` sequences (slots) of `context` tokens, over the weights of a session.
 
-    Raises `ModelError` for a model without steps.
+    Raises `ModelError` for a model without steps, and for more slots than the memory of the devices holds.
 
     Args:
         like: The session that has the weights.
@@ -56,7 +58,9 @@ class SlotPool:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
+        _require_slot_memory(like, slots)
         self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
+        self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
         self._state_names = self._all_slots.state_names
         self._caches = tuple(name for name in self._state_names if self._all_slots.is_cache(name))
@@ -87,6 +91,7 @@ class SlotPool:
         count = min(count, self.slots - first)
         key = first, count
         if key not in self._windows:
+            start = time.perf_counter()
             self._windows[key] = Session(
                 self._all_slots.model,
                 like=self._all_slots,
@@ -95,7 +100,18 @@ class SlotPool:
                 context=self.context,
                 batch=self.batch,
             )
+            self._opening_seconds += time.perf_counter() - start
         return self._windows[key]
+
+    @property
+    def planning_seconds(self) -> float:
+        """The seconds since the start in which windows were opened, and plans and kernels were built."""
+        return self._opening_seconds + sum(window.planning_seconds for window in self._windows.values())
+
+    def predict_prompt_seconds(self, size: int) -> float:
+        """Return the predicted seconds of a chunk of `size` tokens at the beginning of a slot, from its plan."""
+        window, tokens = self.open_window_session(0, 1), min(size, next_power_of_two(self.batch))
+        return window.plan(window.make_step(tokens, min(tokens, self.context))).cost.total
 
     def compile_short_steps(self, report: Callable[[], object] = lambda: None) -> None:
         """Compile the steps of short texts: for every bucket of prompt tokens, and for every number of sequences.
@@ -213,3 +229,22 @@ class SlotPool:
         """Compute the bytes of the recurrent states of one slot, without its caches."""
         store = self.open_window_session(0, 1).store
         return sum(store.state(name).spec.nbytes for name in self._state_names if name not in self._caches)
+
+
+def _require_slot_memory(like: Session, slots: int) -> None:
+    """Require that the states of all slots fit into the memory of the devices, before the states are allocated.
+
+    Raises:
+        ModelError: The states are larger; the message has the largest number of slots.
+    """
+    slot_bytes = sum(like.store.state(name).spec.nbytes for name in like.state_names) // like.sequences
+    needed = next_power_of_two(slots) * slot_bytes
+    memories = [device.memory for _, device in like.group]
+    if not all(memories) or needed <= (available := sum(memory for memory in memories if memory)):
+        return
+    count = max(1, available // max(1, slot_bytes))
+    fitting = 1 << (count.bit_length() - 1)
+    raise ModelError(
+        f"{slots} slots of {like.context} tokens need {format_bytes(needed)}, but the devices have "
+        f"{format_bytes(available)}; use slots={fitting}, or a smaller context"
+    )

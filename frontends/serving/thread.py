@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
 
-import numpy as np
-import numpy.typing as npt
-
-from ...backends.cpu.target_cpu import find_compile_target
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..gguf.tokenization.tokenizer import Tokenizer
-from ..inference.model_digest import compute_model_digest
 from ..language_model import Model
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming
+from .served_model import ServedModel
 from .slots import SlotPool
 
 HEARTBEAT_SECONDS = 1.0
@@ -46,7 +40,7 @@ class EngineOptions:
     saved_state_bytes: int = 1 << 30
 
 
-class EngineThread:
+class EngineThread(ServedModel):
     """Runs the engine of a model in its own thread; see `ModelService` for its members.
 
     Callers never wait for a step: orders (functions that the thread calls) go through a queue, and events come
@@ -69,7 +63,7 @@ class EngineThread:
         version: str,
         on_failure: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._model, self._name = model, name
+        super().__init__(model, name=name, version=version)
         root = model.session
         self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
         cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
@@ -90,49 +84,8 @@ class EngineThread:
         self._is_ready = False
         self.error: BaseException | None = None
         """The exception that has ended the engine."""
-        self._fingerprint = self._compute_fingerprint(version)
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
-
-    # ------------------------------------------------------------------------------------------------- the model
-
-    @property
-    def model_name(self) -> str:
-        return self._name
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        return self._model.session.model.gguf.metadata
-
-    @property
-    def model_info(self) -> Mapping[str, int]:
-        model = self._model.session.model
-        tensors = model.gguf.tensors.values()
-        return {
-            "n_vocab": model.vocabulary_size,
-            "n_ctx_train": model.context_length,
-            "n_embd": model.hyper.width,
-            "n_params": sum(int(np.prod(tensor.shape)) for tensor in tensors),
-            "size": sum(tensor.nbytes for tensor in tensors),
-        }
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._model.tokenizer
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    def _compute_fingerprint(self, version: str) -> str:
-        """Compute a digest of the version, the model, the plan of a token, the processor's features and the devices."""
-        session = self._model.session
-        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
-        parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
-        return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
-
-    def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
-        return self._model.embed(texts, normalise=normalise)
 
     def explain_plans(self) -> str:
         """Explain two plans as text: a decode step with all slots, and the largest prompt chunk."""

@@ -43,6 +43,7 @@ FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "max_tokens": "-n",
         "split_mode": "--split-mode",
         "place": "--place",
+        "slots": "--parallel",
         "cache_type_k": "--cache-type-k",
         "cache_type_v": "--cache-type-v",
         "schema_lenient": "--schema-lenient",
@@ -50,7 +51,10 @@ FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "draft_max": "--draft-max",
     }
 )
-"""Command-line flags by argument of `hocket.Model` and its methods; messages write arguments as ``argument=value``."""
+"""Command-line flags by argument of `hocket.Model`, of its methods and of `EngineOptions`.
+
+Messages write arguments as ``argument=value``.
+"""
 _ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
 
 

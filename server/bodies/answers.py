@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import field
 
 from ...graph.lazy_dataclass import dataclass
+from .generic_tools import CLOSE_CALL, OPEN_CALL
 from .messages import CLOSE_THOUGHT, OPEN_THOUGHT
 
-OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 MARKERS = (OPEN_THOUGHT, CLOSE_THOUGHT, OPEN_CALL, CLOSE_CALL)
 """Texts of tokens that an answer shows even if the vocabulary calls them control tokens."""
 CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
@@ -81,7 +81,7 @@ class AnswerParserOptions:
     - `has_thoughts`: whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
     - `has_calls`: whether ``<tool_call>`` begins a tool call.
     - `has_bare_calls`: whether an answer that begins with ``{`` may be a tool call.
-    - `is_call`: whether the whole text is one tool call, without markers.
+    - `is_call`: whether the whole text is one tool call, without markers; an incomplete one gives no content.
     - `max_calls`: tool calls after this number stay text.
     - `text_parameters`: the names of the string parameters of each function.
     """
@@ -210,6 +210,8 @@ class AnswerParser:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             name, arguments = self._parse_xml_call(text)
         if not isinstance(name, str):
+            if self._options.is_call:  # the limit has cut the call before its arguments
+                return []
             if self._is_call:
                 return [Delta("content", text)] if text else []
             return [Delta("content", f"{OPEN_CALL}{text}{CLOSE_CALL if self._mode == 'content' else ''}")]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from ...frontends.errors import ModelError
 from ...frontends.gguf.chat import choose_chat_format
 from ...frontends.gguf.tokenization.tokenizer import Tokenizer
 from ...graph.lazy_dataclass import dataclass
 from ..errors import make_bad_request_error
+from .generic_tools import OPEN_CALL, has_tool_messages, write_tools_as_text
 from .schemas import ChatBody, Objects, TemplateBody
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -24,11 +27,13 @@ class ChatPrompt:
 
     - `text`: the prompt; `template`: the chat template.
     - `continues_message`: the prompt ends with the beginning of the answer, from the last message.
+    - `has_generic_tools`: the template has no tools, so the prompt describes them as `generic_tools` does.
     """
 
     text: str
     template: str
     continues_message: bool = False
+    has_generic_tools: bool = False
 
     @property
     def opens_thought(self) -> bool:
@@ -39,6 +44,11 @@ class ChatPrompt:
     def has_thoughts(self) -> bool:
         """Whether answers of the model may contain thoughts."""
         return CLOSE_THOUGHT in self.template
+
+    @property
+    def has_call_markers(self) -> bool:
+        """Whether a marker begins each tool call of an answer."""
+        return self.has_generic_tools or OPEN_CALL in self.template
 
 
 def render_messages(
@@ -61,21 +71,31 @@ def render_messages(
         uses_tools: Whether the template gets the tools.
 
     Raises:
-        ApiError: A message is malformed, or the template does not use tools.
+        ApiError: A message is malformed.
         ModelError: There is no template, or it refuses the messages.
     """
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     all_variables = {**make_date_variables(), **(variables or {}), **effort, **body.chat_template_kwargs}
     tools = body.tools if uses_tools and body.tools else None
     format = choose_chat_format(metadata, template=template, tools=tools, variables=all_variables)
-    if tools and "tools" not in format.template:
-        raise make_bad_request_error("the chat template of this model does not use tools; leave them out", "tools")
     messages = [normalise_message(message, i, format.template) for i, message in enumerate(body.messages)]
     prefix = _take_answer_prefix(body, messages)
     begins_answer = {"add_generation_prompt": body.add_generation_prompt is not False or prefix is not None}
     format = replace(format, variables={**begins_answer, **format.variables})
-    text = format.render(messages, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
-    return ChatPrompt(text + (prefix or ""), format.template, prefix is not None)
+    render = partial(format.render, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
+    is_generic = bool(tools or has_tool_messages(messages)) and "tools" not in format.template
+    text = _render_generic_tools(render, messages, tools or []) if is_generic else render(messages)
+    return ChatPrompt(text + (prefix or ""), format.template, prefix is not None, is_generic)
+
+
+def _render_generic_tools(
+    render: Callable[[Sequence[Objects]], str], messages: Sequence[Objects], tools: Sequence[Objects]
+) -> str:
+    """Render messages with a template without tools; some templates refuse a system message."""
+    try:
+        return render(write_tools_as_text(messages, tools, has_system_role=True))
+    except ModelError:
+        return render(write_tools_as_text(messages, tools, has_system_role=False))
 
 
 def make_date_variables() -> dict[str, object]:

@@ -196,7 +196,20 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     content: Prompt | None = None
     model: ShortText = ""
     encoding_format: str = "float"
+    dimensions: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     embd_normalize: Annotated[int, Meta(ge=-1, le=2)] = 2
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """The body of ``POST /rerank``: documents of Jina's API, or texts of TEI (text embeddings inference)."""
+
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    texts: Annotated[list[str], Meta(min_length=1, max_length=2048)] | None = None
+    top_n: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+    model: ShortText = ""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -247,6 +260,10 @@ NEUTRAL_VALUES: Mapping[str, Callable[[object], bool]] = {
     "functions": _is_empty,
     "modalities": lambda value: value == ["text"],
     "function_call": lambda value: value == "none",
+    "verbosity": lambda value: value == "medium",
+    "truncation": lambda value: value == "disabled",
+    "background": _equals(False),
+    **dict.fromkeys(("web_search_options", "audio"), lambda value: False),
 }
 """Unsupported fields that would change the text, each with a test for the value that has no effect."""
 DEPENDENT_FIELDS: Mapping[str, str] = {
@@ -292,6 +309,7 @@ HARMLESS_FIELDS = frozenset(
         "speed",
         "user_profile_id",
         "workspace_id",
+        "max_tool_calls",
     )
 )
 """Fields that change no text."""
@@ -303,6 +321,8 @@ def parse_json_object(data: bytes) -> dict[str, object]:
     Raises:
         ApiError: The body is no JSON object, or has NaN, numbers out of range, lone surrogates or too many levels.
     """
+    if not data.strip():
+        raise make_bad_request_error("the body is empty; send a JSON object")
     try:
         body = msgspec.json.decode(data)
     except RecursionError:

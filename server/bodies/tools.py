@@ -10,6 +10,8 @@ from ..errors import make_bad_request_error
 from .schemas import FunctionBody, NamedTool, Objects, ToolBody
 
 TOOL_CHOICES = ("none", "auto", "required")
+NO_PARAMETERS: Objects = {"type": "object", "properties": {}, "additionalProperties": False}
+"""JSON schema of the arguments of a function without parameters: ``{}``."""
 DEFINITIONS = ("$defs", "definitions")
 """Keywords of a JSON schema that hold the definitions for references."""
 
@@ -62,7 +64,7 @@ def build_tool_call_schema(functions: Sequence[FunctionBody]) -> Objects:
     definitions: Objects = {}
     calls = []
     for i, function in enumerate(functions):
-        parameters = _move_schema_definitions(function.parameters or {"type": "object"}, f"tool{i}_", definitions)
+        parameters = _move_schema_definitions(function.parameters or NO_PARAMETERS, f"tool{i}_", definitions)
         calls.append(
             {
                 "type": "object",

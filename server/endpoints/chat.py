@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import field
 
 from ...frontends.generation.grammar import Grammar
+from ...frontends.generation.lazy_grammar import LazyGrammar
 from ...frontends.serving.requests import GenerationRequest
 from ...graph.lazy_dataclass import dataclass
-from ..bodies.answers import OPEN_CALL, AnswerParser, AnswerParserOptions
+from ..bodies.answers import AnswerParser, AnswerParserOptions
+from ..bodies.generic_tools import OPEN_CALL
 from ..bodies.messages import CLOSE_THOUGHT, ChatPrompt
 from ..bodies.schemas import ChatBody, FunctionBody
 from ..bodies.tools import build_tool_call_schema, choose_tools, list_string_parameters, read_tools
-from ..errors import make_bad_request_error
+from ..errors import ApiError, make_bad_request_error
 from ..grammars import list_ignored_schema_keywords
 from ..requests import make_id
 from ..state import ServingState
@@ -65,6 +67,9 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         if choice == "required":
             is_strict = any(function.strict for function in callable_functions)
             grammar = await builder.compile_schema(build_tool_call_schema(callable_functions), is_strict)
+    lazy_grammar, problem = None, ""
+    if choice == "auto" and body.parse_tool_calls and prompt.has_call_markers:
+        lazy_grammar, problem = await _compile_lazy_grammar(state, prompt, callable_functions)
     text = prompt.text + _choose_prompt_suffix(prompt, grammar, choice == "required")
     ids = await builder.encode_chat(text)
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
@@ -73,7 +78,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
     requests = tuple(
         builder.build_engine_request(
             ids,
-            builder.build_generation_params(body, limit, grammar, i),
+            builder.build_generation_params(body, limit, grammar or lazy_grammar, i),
             top_logprobs=top,
             uses_cache=body.cache_prompt,
             id=f"{chat_id}-{i}",
@@ -81,10 +86,35 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
         for i in range(body.n)
     )
     options = _choose_parser(body, prompt, choice, callable_functions, grammar is not None)
-    ignored = [*list_ignored_schema_keywords(grammar)]
-    if choice == "auto" and any(function.strict for function in functions):
+    ignored = [*list_ignored_schema_keywords(grammar or lazy_grammar), *filter(None, [problem])]
+    if choice == "auto" and lazy_grammar is None and any(function.strict for function in functions):
         ignored.append("tools.function.strict")
     return PreparedChat(chat_id, text, requests, options, tuple(ignored))
+
+
+async def _compile_lazy_grammar(
+    state: ServingState, prompt: ChatPrompt, functions: list[FunctionBody]
+) -> tuple[LazyGrammar | None, str]:
+    """Compile the grammar that holds after each marker of a tool call.
+
+    Without a function with ``strict``, a schema that cannot be compiled is no error; the calls are then free.
+
+    Returns:
+        The grammar, or None with an entry for the header of ignored fields.
+
+    Raises:
+        ApiError: The schemas cannot be compiled, and a function has ``strict``.
+    """
+    is_strict = any(function.strict for function in functions)
+    try:
+        grammar = await state.builder.compile_call_schema(build_tool_call_schema(functions), is_strict)
+    except ApiError as error:
+        if is_strict:
+            raise
+        return None, f"tools.function.parameters ({error.message})"
+    begins_in_thought = prompt.has_thoughts and prompt.opens_thought
+    lazy = LazyGrammar(state.service.tokenizer, grammar, OPEN_CALL, begins_in_thought=begins_in_thought)
+    return lazy, ""
 
 
 def _check_fields(state: ServingState, body: ChatBody) -> None:
@@ -124,7 +154,7 @@ def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced
     A grammar begins after the thought; a forced tool call begins after its marker.
     """
     start = f"\n{CLOSE_THOUGHT}\n\n" if grammar is not None and prompt.opens_thought else ""
-    return f"{start}{OPEN_CALL}\n" if is_forced_call and OPEN_CALL in prompt.template else start
+    return f"{start}{OPEN_CALL}\n" if is_forced_call and prompt.has_call_markers else start
 
 
 def _choose_parser(
@@ -135,8 +165,8 @@ def _choose_parser(
     return AnswerParserOptions(
         has_thoughts=splits_thoughts and not prompt.continues_message,
         opens_thought=splits_thoughts and prompt.opens_thought,
-        has_calls=has_calls and OPEN_CALL in prompt.template,
-        has_bare_calls=has_calls and OPEN_CALL not in prompt.template,
+        has_calls=has_calls and prompt.has_call_markers,
+        has_bare_calls=has_calls and not prompt.has_call_markers,
         is_call=choice == "required" and body.parse_tool_calls,
         max_calls=128 if body.parallel_tool_calls else 1,
         text_parameters=list_string_parameters(functions),

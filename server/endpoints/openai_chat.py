@@ -83,7 +83,7 @@ class ChatAnswerFormatter:
             deltas = [*parser.feed(text), *parser.finish()]
             choice: dict[str, object] = {
                 "index": i,
-                "message": build_message(deltas),
+                "message": build_message(deltas, is_call=self._chat.parser_options.is_call),
                 "logprobs": self._describe_logprobs(tokens),
                 "finish_reason": choose_finish_reason(finish, parser),
             }
@@ -195,8 +195,8 @@ def choose_finish_reason(finish: ChoiceFinish, parser: AnswerParser) -> str:
     return finish.reason if finish.reason == "length" or not parser.call_count else "tool_calls"
 
 
-def build_message(deltas: Sequence[Delta]) -> dict[str, object]:
-    """Build the assistant's message from all deltas of an answer."""
+def build_message(deltas: Sequence[Delta], *, is_call: bool = False) -> dict[str, object]:
+    """Build the assistant's message from all deltas of an answer; the content of a tool call is ``null``."""
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     thoughts = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
     calls: dict[int, dict[str, str]] = {}
@@ -205,7 +205,8 @@ def build_message(deltas: Sequence[Delta]) -> dict[str, object]:
             calls[delta.index] = {"name": delta.text, "arguments": ""}
         elif delta.kind == "arguments":
             calls[delta.index]["arguments"] += delta.text
-    message: dict[str, object] = {"role": "assistant", "content": content if content or not calls else None}
+    has_null_content = not content and bool(calls or is_call)
+    message: dict[str, object] = {"role": "assistant", "content": None if has_null_content else content}
     if thoughts:
         message["reasoning_content"] = thoughts
     if calls:

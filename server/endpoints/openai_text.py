@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +190,10 @@ async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.ND
         raise make_bad_request_error("input is missing", "input")
     if body.embd_normalize not in (NORMALISED, -1):
         raise make_bad_request_error(f"embd_normalize is {body.embd_normalize}; need 2 or -1", "embd_normalize")
+    width = state.service.model_info["n_embd"]
+    if body.dimensions not in (None, width):
+        reason = f"dimensions is {body.dimensions}; the vectors of this model have {width} numbers"
+        raise make_bad_request_error(reason, "dimensions")
     texts = await state.builder.encode_prompts(content)
     with state.counted_embedding():
         vectors = await state.builder.embed(texts, normalise=body.embd_normalize == NORMALISED)
@@ -201,8 +206,10 @@ async def _embed_texts(state: ServingState, body: EmbeddingBody) -> tuple[npt.ND
 
 
 async def list_models(request: Request) -> Response:
-    """Handle ``GET /v1/models``: return a list of the one served model."""
-    return JsonResponse({"object": "list", "data": [_describe_model(get_serving_state(request))]})
+    """Handle ``GET /v1/models``: return a list of the one served model, with the page fields of Anthropic."""
+    model = _describe_model(get_serving_state(request))
+    page = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+    return JsonResponse({"object": "list", "data": [model], **page})
 
 
 async def show_model(request: Request) -> Response:
@@ -214,12 +221,17 @@ async def show_model(request: Request) -> Response:
 
 
 def _describe_model(state: ServingState) -> dict[str, object]:
+    """Describe the served model with the fields of OpenAI, llama-server and Anthropic."""
+    start = int(state.metrics.start_time)
     return {
         "id": state.service.model_name,
-        "aliases": [state.service.model_name, *state.options.aliases],
+        "aliases": list(dict.fromkeys((state.service.model_name, *state.options.aliases))),
         "object": "model",
-        "created": int(state.metrics.start_time),
+        "created": start,
         "owned_by": "hocket",
+        "type": "model",
+        "display_name": state.service.model_name,
+        "created_at": datetime.fromtimestamp(start, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "meta": dict(state.service.model_info),
     }
 

@@ -100,16 +100,9 @@ def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
 
 
 def test_the_page_has_all_paths_and_no_other() -> None:
-    from hocket.server.endpoints.anthropic import build_message_routes
-    from hocket.server.endpoints.native import build_native_routes
-    from hocket.server.endpoints.openai_chat import build_chat_routes
-    from hocket.server.endpoints.openai_text import build_text_routes
+    from hocket.server.app import build_routes
 
-    routes = {
-        route.path.replace("{name:path}", "NAME")
-        for build_routes in (build_chat_routes, build_text_routes, build_native_routes, build_message_routes)
-        for route in build_routes()
-    }
+    routes = {route.path.replace("{name:path}", "NAME") for route in build_routes()}
     section = PAGE[PAGE.index("## Endpoints") : PAGE.index("## Fields")]
     table = {path for line in section.splitlines() if line[:1] == "|" for path in re.findall(r"(/[\w/-]*)`", line)}
     assert table <= routes

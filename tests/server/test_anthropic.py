@@ -171,3 +171,12 @@ def test_other_errors_have_their_classes(client: anthropic.Anthropic, server: Ru
         server.service.fails_after = None
     response = server.post("/v1/messages", {"messages": ONE_MESSAGE}, headers={"x-api-key": "secret"})
     assert response.json()["error"]["message"] == "max_tokens is missing"
+
+
+def test_the_model_is_listed(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert [(model.id, model.type, model.display_name) for model in page.data] == [
+        ("fake-model", "model", "fake-model")
+    ]
+    assert page.data[0].created_at.year >= 2025
+    assert (page.has_more, page.first_id, page.last_id) == (False, "fake-model", "fake-model")

@@ -13,7 +13,7 @@ import pytest
 
 from hocket.server.grammars import GrammarCache
 
-from ..given.fakes.fake_service import CHAT_TEMPLATE, FakeService, RunningServer, serve
+from ..given.fakes.fake_service import FakeService, RunningServer, serve
 
 ONE_MESSAGE = [{"role": "user", "content": "hi"}]
 WEATHER = {
@@ -378,6 +378,27 @@ def test_a_required_call_follows_the_schema(client: openai.OpenAI, server: Runni
     assert prompt.endswith("<|assistant|><tool_call>\n")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_without_arguments_yet_has_no_content(server: RunningServer, stream: bool) -> None:
+    server.service.answer = '{"name":"weather","arguments":{"city":"Rome"}}'
+    body = {"messages": ONE_MESSAGE, "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 12}
+    answer = server.post("/v1/chat/completions", {**body, "stream": stream})
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+    else:
+        (choice,) = answer.json()["choices"]
+        assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": None}, "length")
+
+
+def test_a_function_without_parameters_gets_no_arguments(client: openai.OpenAI, server: RunningServer) -> None:
+    server.service.answer = '{"name":"time","arguments":{"zone":1}}'
+    (call,) = create(client, tools=[TIME], tool_choice="required", temperature=0).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("time", {})
+
+
 def test_no_tool_is_called_if_none_may_be(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.answer = CALL
     choice = create(client, tools=[WEATHER], tool_choice="none").choices[0]
@@ -403,18 +424,3 @@ def test_no_tool_is_called_if_none_may_be(client: openai.OpenAI, server: Running
 def test_contradictions_are_refused(client: openai.OpenAI, options: dict[str, object]) -> None:
     with pytest.raises(openai.BadRequestError):
         create(client, **options)
-
-
-def test_a_template_that_knows_no_tools_gets_none() -> None:
-    with serve(FakeService(template="{{ messages[0].content }}")) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
-        assert server.post("/v1/chat/completions", body).json()["error"]["param"] == "tools"
-
-
-def test_a_template_without_marks_has_calls_that_are_whole_answers() -> None:
-    service = FakeService('{"name": "time", "parameters": {}}', template=CHAT_TEMPLATE.replace("<tool_call>", ""))
-    with serve(service) as server:
-        body = {"messages": ONE_MESSAGE, "tools": [TIME]}
-        choice = server.post("/v1/chat/completions", body).json()["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}

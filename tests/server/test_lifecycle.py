@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -188,9 +189,12 @@ def test_an_engine_that_ends_takes_its_streams_with_it() -> None:
 
 def test_running_requests_end_before_the_server() -> None:
     with serve(FakeService("x" * 200, slots=1, delay=0.01)) as server:
-        with open_request(server, stream=True) as running, open_request(server, stream=True) as queued:
-            wait_until(lambda: server.service.status.queued == 1 and server.service.status.running == 1)
+        with ExitStack() as connections:
+            running = connections.enter_context(open_request(server, stream=True))
+            wait_until(lambda: server.service.status.running == 1)
             server.service.pauses = True
+            queued = connections.enter_context(open_request(server, stream=True))
+            wait_until(lambda: server.service.status.queued == 1)
             server.server.request_exit()
             assert b"shutting down" in read_until(queued, b"0\r\n\r\n")
             assert server.get("/health").status_code == 503

@@ -93,11 +93,22 @@ def test_an_unsupported_field_is_refused_by_name(name: str, value: object) -> No
     with pytest.raises(ApiError) as caught:
         decode_chat(**{name: value})
     assert (caught.value.status, caught.value.param) == (400, name)
+    reason = "there is no field 'no_such_field' here" if name == "no_such_field" else f"{name} is not supported"
+    assert caught.value.message == f"{reason}; leave it out"
 
 
 def test_unsupported_samplers_are_accepted_at_their_neutral_values() -> None:
     neutral = {"mirostat": 0, "typical_p": 1.0, "dynatemp_range": 0, "xtc_probability": 0.0, "dry_multiplier": 0}
-    neutral |= {"top_n_sigma": -1, "lora": [], "store": False, "best_of": 1, "suffix": "", "n_keep": 0, "samplers": []}
+    neutral |= {
+        "top_n_sigma": -1,
+        "lora": [],
+        "store": False,
+        "best_of": 1,
+        "verbosity": "medium",
+        "suffix": "",
+        "n_keep": 0,
+        "samplers": [],
+    }
     assert decode_chat(**neutral)[1] == ()
 
 
@@ -145,3 +156,9 @@ def test_prompts_have_several_forms() -> None:
         assert decode_body(json.dumps({"prompt": prompt}).encode(), TextCompletionBody)[0].prompt == prompt
     with pytest.raises(ApiError):
         decode_body(b'{"prompt": 1}', NativeCompletionBody)
+
+
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_named(body: bytes) -> None:
+    with pytest.raises(ApiError, match=r"^the body is empty; send a JSON object$"):
+        decode_body(body, NativeCompletionBody)

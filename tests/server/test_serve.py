@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +19,11 @@ from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
 from hocket.frontends.serving.thread import EngineOptions, EngineThread
+from hocket.server import lifecycle
+from hocket.server.lifecycle import DrainingServer
+from hocket.server.options import ServerOptions
+
+from ..given.fakes.fake_service import FakeService
 
 
 def read_options(*words: str):
@@ -68,3 +76,39 @@ def test_an_engine_that_fails_tells_its_requests_and_its_owner(monkeypatch: pyte
         assert isinstance(service.error, RuntimeError)
         with pytest.raises(ModelError, match="the engine has ended: RuntimeError: planted failure"):
             service.submit(request, receive)
+
+
+def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_flags(parser)
+    args = parser.parse_args(["tiny.gguf", "--port", "0"])
+    args.world, args.debug = SimpleNamespace(size=1), False
+    bound: list[int] = []
+    served: list[int] = []
+    bind = lifecycle.bind_sockets
+
+    def bind_and_count(options: ServerOptions) -> list[socket.socket]:
+        listeners = bind(options)
+        bound.extend(listener.getsockname()[1] for listener in listeners)
+        return listeners
+
+    def open_model(args: argparse.Namespace) -> tuple[object, str]:
+        socket.create_connection(("127.0.0.1", bound[0])).close()  # the port accepts while the model is opened
+        return nullcontext(), "tiny"
+
+    def run(server: DrainingServer, sockets: list[socket.socket]) -> None:
+        served.extend(listener.getsockname()[1] for listener in sockets)
+
+    service = FakeService()
+    monkeypatch.setattr(service, "error", None, raising=False)
+    monkeypatch.setattr(lifecycle, "bind_sockets", bind_and_count)
+    monkeypatch.setattr(DrainingServer, "run", run)
+    monkeypatch.setattr(command, "open_served_model", open_model)
+    monkeypatch.setattr(command, "lower_gc_threshold", lambda: None)
+    monkeypatch.setattr("hocket.frontends.serving.encoder.has_no_generation", lambda model: False)
+    monkeypatch.setattr("hocket.frontends.serving.thread.EngineThread", lambda *args, **options: service)
+    assert command.run(args) == 0
+    assert len(bound) == 1
+    assert served == bound
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", bound[0]))

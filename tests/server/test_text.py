@@ -122,3 +122,14 @@ def test_the_model_has_all_its_names(client: openai.OpenAI) -> None:
         client.models.retrieve("third")
     with pytest.raises(openai.NotFoundError, match="third"):
         client.completions.create(model="third", prompt="hi")
+
+
+def test_dimensions_other_than_the_width_are_refused(client: openai.OpenAI) -> None:
+    assert len(client.embeddings.create(model="other", input="hi", dimensions=4).data[0].embedding) == 4
+    with pytest.raises(openai.BadRequestError, match="dimensions is 3; the vectors of this model have 4 numbers"):
+        client.embeddings.create(model="other", input="hi", dimensions=3)
+
+
+def test_an_alias_that_is_the_name_is_listed_once() -> None:
+    with serve(FakeService(), aliases=("fake-model", "second")) as server:
+        assert server.get("/v1/models").json()["data"][0]["aliases"] == ["fake-model", "second"]

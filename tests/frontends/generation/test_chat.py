@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+from jinja2 import Template
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf.chat import choose_chat_format, render_chat, select_chat_template
+from hocket.frontends.gguf.chat_sandbox import ChatEnvironment
 from hocket.frontends.gguf.reader import open_gguf
 from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
@@ -201,3 +205,50 @@ def test_tools_choose_the_template_for_them() -> None:
     assert render_with(tools=[{}, {}]) == "2"
     assert render_with(tools=[{}], template="own") == "own"
     assert render_with(variables={"tools": [{}]}) == "1"
+
+
+COSTLY_TEMPLATE = """{%- set ns = namespace(n=0) -%}
+{%- for i in range(5) -%}{%- set text = 'a' * 4000000 -%}{%- set ns.n = ns.n + 1 -%}{%- endfor -%}
+{{- messages[0].content }} {{ ns.n -}}"""
+"""A template that consumes more than half of the fuel of a rendering."""
+
+
+def render_content(template: str, content: str) -> str:
+    return render_chat(template, [{"role": "user", "content": content}], bos="", eos="")
+
+
+def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    compile_text = ChatEnvironment.compile_text
+
+    def compile_and_count(environment: ChatEnvironment, source: str) -> Template:
+        compiled.append(source)
+        return compile_text(environment, source)
+
+    monkeypatch.setattr(ChatEnvironment, "compile_text", compile_and_count)
+    template = "{{ messages[0].content }} of a template that is compiled once"
+    assert [render_content(template, name)[0] for name in "abc"] == ["a", "b", "c"]
+    assert compiled == [template]
+
+
+def test_each_rendering_has_its_own_fuel() -> None:
+    assert [render_content(COSTLY_TEMPLATE, str(i)) for i in range(3)] == [f"{i} 5" for i in range(3)]
+    with pytest.raises(ModelError, match="does not come to an end"):
+        render_content(2 * COSTLY_TEMPLATE, "a")
+    loops = "{% for i in range(n) %}{% for j in range(n) %}{{ j }}{% endfor %}{% endfor %}"
+    square = f"{{% set n = messages[0].content | int %}}{loops}"
+    for _ in range(2):  # the second rendering has the compiled template and the same limit
+        with pytest.raises(ModelError, match="does not come to an end"):
+            render_content(square, "2000")
+        assert render_content(square, "2") == "0101"
+
+
+def test_renderings_in_several_threads_share_no_state() -> None:
+    with ThreadPoolExecutor(4) as workers:
+        texts = list(workers.map(partial(render_content, COSTLY_TEMPLATE), map(str, range(24))))
+    assert texts == [f"{i} 5" for i in range(24)]
+
+
+def test_a_rendering_leaves_no_values_for_the_next_one() -> None:
+    template = "{{ x is defined }}{% set x = messages[0].content %}{% set ns = namespace(l=[x]) %}{{ ns.l }}"
+    assert [render_content(template, name) for name in "ab"] == ["False['a']", "False['b']"]

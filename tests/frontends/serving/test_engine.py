@@ -306,3 +306,27 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestRandomSchedules = EngineMachine.TestCase
 TestRandomSchedules.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_the_first_chunk_has_the_size_of_the_predicted_time(monkeypatch):
+    monkeypatch.setattr(FakePool, "predict_prompt_seconds", lambda pool, size: size / 20)
+    pool = FakePool(1, context=256, batch=128)
+    engine = make_engine(pool)
+    engine.submit(make_request("a", [1] * 100))
+    engine.step()
+    assert pool.reads == [(0, 16)]  # 32 tokens would take 1.6 s, more than `IDLE_CHUNK_SECONDS`
+
+
+def test_the_seconds_of_a_plan_do_not_shrink_later_chunks():
+    def list_chunks(unplanned):
+        pool = FakePool(2, context=256, batch=64)
+        pool.unplanned = unplanned
+        cache = PrefixCache(pool, state_bytes=100)
+        engine = Engine(pool, cache, queue_size=8, max_gap_seconds=33.0, clock=lambda: pool.now)
+        engine.submit(make_request("short", (1, 2), limit=30))
+        engine.step()
+        engine.submit(make_request("long", [i % 30 + 1 for i in range(100)], limit=1))
+        run_all(engine)
+        return pool.reads
+
+    assert list_chunks({2, 16}) == list_chunks(set())

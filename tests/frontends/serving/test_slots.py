@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest, TokenEvent
 from hocket.frontends.serving.slots import SlotPool, choose_slot_window
+from hocket.frontends.terminal.arguments import use_flag_names
 
 from ...given.models.goldens import path_of
 
@@ -216,3 +218,27 @@ def test_three_slots_take_the_memory_of_three_sequences() -> None:
     found = pool.decode(tokens, prompts)
     for slot in prompts:
         assert np.array_equal(found[slot], logits_alone("llama", slot)[1])
+
+
+def test_planning_and_predicted_seconds_of_a_chunk_are_those_of_its_plan() -> None:
+    pool = make_pool("llama", 2)
+    assert pool.planning_seconds == 0
+    pool.read_prompt(0, (1, 2, 3), ())
+    planning = pool.planning_seconds
+    assert planning > 0
+    pool.read_prompt(0, (4, 5), (1, 2, 3))
+    assert pool.planning_seconds == planning
+    window = pool.open_window_session(0, 1)
+    assert pool.predict_prompt_seconds(32) == window.plan(window.make_step(32, 32)).cost.total > 0
+
+
+def test_more_slots_than_memory_name_the_flag() -> None:
+    session = Session(open_model(path_of("llama")), context=CONTEXT, batch=BATCH)
+    with pytest.raises(ModelError) as caught:
+        SlotPool(session, 1 << 40, context=CONTEXT, batch=BATCH)
+    message = use_flag_names(str(caught.value))
+    assert re.fullmatch(
+        rf"{1 << 40} slots of {CONTEXT} tokens need .* GiB, but the devices have .* GiB; "
+        r"use --parallel \d+, or a smaller context",
+        message,
+    ), message

@@ -116,6 +116,8 @@ class FakeService:
         """Whether the engine makes no steps."""
         self.fails_after: int | None = None
         """Tokens after which a request ends with an error."""
+        self.ranks = True
+        """Whether the model has a rank head."""
         self.embedded: list[Sequence[Sequence[int]]] = []
         self._sums = EngineTotals()
         self._lock, self._wakes = threading.Lock(), threading.Event()
@@ -175,6 +177,15 @@ class FakeService:
         self.embedded.append(texts)
         rows = np.array([[len(text), sum(text), 1.0, 0.5] for text in texts], np.float32)
         return rows / np.linalg.norm(rows, axis=-1, keepdims=True) if normalise else rows
+
+    def rank(self, query: str, documents: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
+        """Return the number of words of the query in each document, and the tokens of all texts."""
+        if not self.ranks:
+            raise ModelError("this model has no head that ranks documents")
+        words = query.split()
+        counts = [sum(word in document for word in words) for document in documents]
+        texts = [self.tokenizer.encode(query + document) for document in documents]
+        return np.array(counts, np.float32), sum(map(len, texts))
 
     def explain_plans(self) -> str:
         """Return a text in place of plans."""

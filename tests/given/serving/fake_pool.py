@@ -38,7 +38,8 @@ def generate_alone(request, context):
 class FakePool:
     """Cells hold tokens. A recurrent pool also has the tokens that its state has seen, in order.
 
-    A run costs a virtual second per row. The slots in `failing` raise `BackendError`, and their run changes nothing.
+    A run costs a virtual second per row. The first chunk of a size in `unplanned` costs 50 more, for its plan. The
+    slots in `failing` raise `BackendError`, and their run changes nothing.
     """
 
     def __init__(self, slots, *, context=64, batch=16, recurrent=False):
@@ -47,6 +48,7 @@ class FakePool:
         self.cells = [[] for _ in range(slots)]
         self.states = [()] * slots
         self.failing, self.now = set(), 0.0
+        self.unplanned, self.planning_seconds = set(), 0.0
         self.reads, self.decoded = [], []
         """Slot and tokens of each prompt chunk; the slots of each decode step."""
 
@@ -54,6 +56,10 @@ class FakePool:
         self._require_alive([slot])
         assert 0 < len(tokens) <= self.batch
         self.now += len(tokens)
+        if len(tokens) in self.unplanned:
+            self.unplanned.discard(len(tokens))
+            self.now += 50.0
+            self.planning_seconds += 50.0
         self.reads.append((slot, len(tokens)))
         return self._append(slot, tokens, before)
 
@@ -74,6 +80,9 @@ class FakePool:
             self.states[slot] = (*before, *tokens)
         self.cells[slot] = [*before, *tokens]
         return compute_logits(self.cells[slot])
+
+    def predict_prompt_seconds(self, size):
+        return size * 1e-3
 
     def wipe(self, slot):
         self.cells[slot], self.states[slot] = [], ()

@@ -1,0 +1,149 @@
+"""Scores of documents for a query, by a model with a rank head (a cross-encoder or a reranker).
+
+Query and document are one text. The head maps the row of one of its tokens to a score:
+
+1. The row is the first one, or the last one for models of the Qwen 3 family.
+2. ``cls.weight`` is a dense layer with tanh; some models have none.
+3. ``cls.output.weight`` gives the score, or the logits of "yes" and "no" for models of the Qwen 3 family.
+
+Source: the pooling type RANK and ``format_prompt_rerank`` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..graph.lazy_dataclass import dataclass
+from .errors import ModelError
+from .gguf.chat import CHAT_TEMPLATE_KEY
+from .gguf.reader import Gguf
+from .gguf.tokenization.tokenizer import Tokenizer
+from .gguf.tokenization.vocabulary import read_token_id
+from .inference.pooling import RANK_POOLING
+from .inference.prefill_chunks import F32
+from .language_model import Model
+
+RANK_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.rerank"
+YES_NO_FAMILY = "qwen3"
+"""Beginning of the names of architectures that score by the probability of the word "yes" after the last token."""
+PLACEHOLDER_PATTERN = re.compile(r"\{query\}|\{document\}")
+UNSUPPORTED_HEAD_TENSORS = ("cls.norm.weight",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankHead:
+    """The rank head of a model.
+
+    - `dense`: matrix f32[outputs, width] and bias f32[outputs] of the layer with tanh, or None.
+    - `output`: matrix f32[labels, outputs] and bias f32[labels] of the last layer, or None.
+    - `has_yes_no_labels`: whether the head reads the last row of a text, and gives logits of "yes" and "no".
+    """
+
+    dense: tuple[F32, F32] | None
+    output: tuple[F32, F32] | None
+    has_yes_no_labels: bool
+
+    def score(self, rows: F32) -> F32:
+        """Return the score of a text as f32[1], from the rows of its tokens, f32[tokens, width]."""
+        values = rows[-1 if self.has_yes_no_labels else 0].astype(np.float64)
+        if self.dense is not None:
+            values = np.tanh(self.dense[0] @ values + self.dense[1])
+        if self.output is not None:
+            values = self.output[0] @ values + self.output[1]
+        if self.has_yes_no_labels:
+            powers = np.exp(values - values.max())
+            values = powers / powers.sum()
+        return np.asarray(values[:1], np.float32)
+
+
+def read_rank_head(gguf: Gguf, architecture: str) -> RankHead:
+    """Read the rank head of a model file.
+
+    Raises:
+        ModelError: The model has no rank head, or one of another form.
+    """
+    tensors = gguf.tensors
+    is_ranker = gguf.metadata.get(f"{architecture}.pooling_type") == RANK_POOLING
+    if not is_ranker or not ("cls.weight" in tensors or "cls.output.weight" in tensors):
+        raise ModelError("this model has no head that ranks documents; use a reranker, such as bge-reranker-v2-m3")
+    if other := [name for name in UNSUPPORTED_HEAD_TENSORS if name in tensors]:
+        raise ModelError(f"{architecture}: the rank head has {other[0]}, which is not supported; use another reranker")
+    dense, output = (_read_layer(gguf, name) for name in ("cls", "cls.output"))
+    width = gguf.metadata.get(f"{architecture}.embedding_length")
+    for name, layer in (("cls", dense), ("cls.output", output)):
+        if layer is not None and layer[0].shape[1] != width:
+            raise ModelError(f"{name}.weight has {layer[0].shape[1]} columns; need {width}")
+        width = width if layer is None else layer[0].shape[0]
+    return RankHead(dense, output, architecture.startswith(YES_NO_FAMILY))
+
+
+def _read_layer(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
+    """Read the matrix and the bias of a layer; a missing bias is zero."""
+    if f"{name}.weight" not in gguf.tensors:
+        return None
+    matrix = np.atleast_2d(gguf.tensors[f"{name}.weight"].dequantise())
+    found = gguf.tensors.get(f"{name}.bias")
+    bias = np.zeros(matrix.shape[0], np.float32) if found is None else found.dequantise().reshape(-1)
+    if matrix.ndim != 2 or bias.shape != matrix.shape[:1]:
+        raise ModelError(
+            f"{name}.weight and {name}.bias have shapes {matrix.shape} and {bias.shape}; need one bias a row"
+        )
+    return matrix, bias
+
+
+def encode_rank_text(metadata: Mapping[str, object], tokenizer: Tokenizer, query: str, document: str) -> list[int]:
+    """Tokenize a query and a document as one text, in the form of the rerank template of the model.
+
+    Without a template the form is ``[BOS] query [EOS] [SEP] document [EOS]``, with the tokens that the model adds.
+
+    Args:
+        metadata: The metadata of the model file.
+        tokenizer: The tokenizer of the model.
+        query: The text to which a document may be an answer.
+        document: The document.
+
+    Raises:
+        ModelError: The template is no text.
+    """
+    template = metadata.get(RANK_TEMPLATE_KEY)
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{RANK_TEMPLATE_KEY} is a {type(template).__name__}; need a string")
+    if template:
+        values = {"{query}": query, "{document}": document}
+        whole = PLACEHOLDER_PATTERN.sub(lambda match: values[match[0]], template)
+        return tokenizer.encode(whole, add_special=False, parse_special=True)
+    first, second = (tokenizer.encode(text, add_special=False) for text in (query, document))
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    eos = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
+    return [*bos, *first, *eos, *_list_separators(metadata, tokenizer), *second, *eos]
+
+
+def _list_separators(metadata: Mapping[str, object], tokenizer: Tokenizer) -> list[int]:
+    """Return the separator between two texts; for BERT the end of the first text is the separator already."""
+    if tokenizer.kind == "bert" or not metadata.get("tokenizer.ggml.add_sep_token"):
+        return []
+    separator = read_token_id(metadata, "seperator_token_id", tokenizer.n_tokens)
+    return [] if separator is None else [separator]
+
+
+def rank_documents(model: Model, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+    """Score each document as an answer to a query.
+
+    Args:
+        model: A model with a rank head.
+        query: The query.
+        documents: The documents.
+
+    Returns:
+        The scores, f32[documents], and the tokens of all texts. A higher score is a better document.
+
+    Raises:
+        ModelError: The model has no rank head, or a text exceeds the context.
+    """
+    source = model.session.model
+    head = read_rank_head(source.gguf, source.architecture)
+    texts = [encode_rank_text(source.gguf.metadata, model.tokenizer, query, document) for document in documents]
+    return model.pool_texts(texts, head.score)[:, 0], sum(map(len, texts))

@@ -1,0 +1,70 @@
+"""The members of a served model that need no engine: its names, its tokenizer, vectors and scores of texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...backends.cpu.target_cpu import find_compile_target
+from ..gguf.tokenization.tokenizer import Tokenizer
+from ..inference.model_digest import compute_model_digest
+from ..inference.prefill_chunks import F32
+from ..language_model import Model
+from ..ranking import rank_documents
+
+
+class ServedModel:
+    """A model with its name for clients; see `ModelService` for the members. Any thread may use it.
+
+    Args:
+        model: The model.
+        name: The name of the model for clients.
+        version: The version of hocket, for the fingerprint.
+    """
+
+    def __init__(self, model: Model, *, name: str, version: str) -> None:
+        self._model, self._name = model, name
+        self._fingerprint = self._compute_fingerprint(version)
+
+    @property
+    def model_name(self) -> str:
+        return self._name
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        return self._model.session.model.gguf.metadata
+
+    @property
+    def model_info(self) -> Mapping[str, int]:
+        model = self._model.session.model
+        tensors = model.gguf.tensors.values()
+        return {
+            "n_vocab": model.vocabulary_size,
+            "n_ctx_train": model.context_length,
+            "n_embd": model.hyper.width,
+            "n_params": sum(int(np.prod(tensor.shape)) for tensor in tensors),
+            "size": sum(tensor.nbytes for tensor in tensors),
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _compute_fingerprint(self, version: str) -> str:
+        """Compute a digest of the version, the model, the plan of a token, the processor's features and the devices."""
+        session = self._model.session
+        parts = [version, compute_model_digest(session.model), self._model.plan.digest(), find_compile_target().name]
+        parts += [str(dtype) for dtype in session.on.cache_dtypes] + [str(session.on)]
+        return f"hocket-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}"
+
+    def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> F32:
+        return self._model.embed(texts, normalise=normalise)
+
+    def rank(self, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+        return rank_documents(self._model, query, documents)
