@@ -20,6 +20,8 @@ from ..state import ServingState, get_serving_state
 from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, Update
 from .chat import PreparedChat, prepare_chat
 
+UNUSED_FIELDS = ("return_progress", "timings_per_token")
+"""Fields of other streams that have no effect here."""
 ITEM_KINDS: Mapping[str, str] = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
 """Type of an output item by the kind of its deltas."""
 ID_PREFIXES: Mapping[str, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -33,7 +35,7 @@ async def create_response(request: Request) -> Response:
     state.require_ready()
     body, headers = await read_body(request, ResponsesBody)
     chat = await prepare_chat(state, convert_to_chat(body), "resp_")
-    add_ignored_fields(headers, chat.ignored)
+    add_ignored_fields(headers, [*chat.ignored, *(name for name in UNUSED_FIELDS if getattr(body, name))])
     answer = ResponseFormatter(state, body, chat)
     stream = state.submit(chat.requests, body.stop_strings, shows_markers=True)
     build = answer.build_response

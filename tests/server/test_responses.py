@@ -219,4 +219,6 @@ def test_harmless_fields_are_named(client: openai.OpenAI) -> None:
         model="any", input="hi", user="me", store=False, include=["reasoning.encrypted_content"], truncation="disabled"
     )
     assert raw.headers["X-Hocket-Ignored"] == "user"
+    other = client.responses.with_raw_response.create(model="any", input="hi", extra_body={"timings_per_token": True})
+    assert other.headers["X-Hocket-Ignored"] == "timings_per_token"
     assert raw.parse().output_text == "the answer"
