@@ -149,6 +149,14 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
     return pairs
 
 
+def skip_pair(cursor: Cursor) -> str:
+    """Skip the pair at the cursor and return its key."""
+    key = cursor.read_name()
+    cursor.section = f"metadata {format_name(key)}"
+    _read_value(cursor)
+    return key
+
+
 def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
     """Read the array at the cursor without decoding it, after a check that the file contains it completely."""
     kind = _read_type(cursor)
