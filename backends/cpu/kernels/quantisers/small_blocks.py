@@ -1,7 +1,7 @@
 """Quantisers of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: blocks of 32 numbers with their own scale.
 
 Without importances the range of a block determines its scale, and the bytes are the result of ``quantize_row_*_ref`` in
-ggml-quants.c. With importances the scale has the smallest weighted error.
+ggml-quants.c. With importances, which may be equal, the scale has the smallest weighted error.
 """
 
 from __future__ import annotations
