@@ -114,9 +114,7 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
         yield compute_nll(logits, targets)
 
 
-def evaluate_chunks(
-    session: Session, tokens: Sequence[int], *, bos: int | None
-) -> Iterator[tuple[F32, Sequence[int]]]:
+def evaluate_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[tuple[F32, Sequence[int]]]:
     """Yield for each chunk the logits [tokens, vocabulary] from position ``context / 2`` on, and the next tokens.
 
     Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for

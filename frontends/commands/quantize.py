@@ -29,7 +29,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("model", metavar="IN", help="GGUF file of f32, f16 or bf16 weights; of several files the first one")
     add("output", metavar="OUT", help="GGUF file to write")
-    add("type", metavar="TYPE", help=f"type of the file: {', '.join(FILE_TYPES)}")
+    add("type", metavar="TYPE", help=describe_file_types())
     add("--pure", action="store_true", help="give all matrices the same dtype, without the mixture of the type")
     add(
         "--tensor-type",
@@ -47,6 +47,15 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add("--keep-split", action="store_true", help="write as many files as the model has")
     add("--dry-run", action="store_true", help="print the dtypes and the size, and write nothing")
     add("-t", "--threads", type=parse_positive, metavar="N", help="threads (all processors)")
+
+
+def describe_file_types() -> str:
+    """Return the types as text: floats, types with short blocks, and types with blocks of 256."""
+    groups: dict[str, list[str]] = {}
+    for one in FILE_TYPES.values():
+        title = f"Blocks of {one.dtype.block}" if one.dtype.is_quantised else "Floats"
+        groups.setdefault(title, []).append(one.name)
+    return "type of the file. " + ". ".join(f"{title}: {', '.join(names)}" for title, names in groups.items())
 
 
 def parse_dtype_name(text: str) -> DType:

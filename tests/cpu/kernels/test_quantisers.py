@@ -11,22 +11,20 @@ from hocket.graph import GraphError
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import BLOCK_LAYOUTS, dequantise
 
-EXACT = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.MXFP4, DType.TQ1_0, DType.TQ2_0)
+DEFINED_DTYPES = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.MXFP4, DType.TQ1_0, DType.TQ2_0)
 """Types with one result in ggml."""
 MAX_NMSE = {
-    DType.Q4_0: 0.00621,
-    DType.Q4_1: 0.00512,
-    DType.Q5_0: 0.00154,
-    DType.Q5_1: 0.00126,
+    DType.Q4_1: 0.00495,
+    DType.Q5_1: 0.00114,
     DType.Q2_K: 0.0730,
     DType.Q3_K: 0.0218,
-    DType.Q4_K: 0.00510,
+    DType.Q4_K: 0.00500,
     DType.Q5_K: 0.00122,
     DType.Q6_K: 0.000293,
     DType.IQ4_NL: 0.00562,
     DType.IQ4_XS: 0.00570,
 }
-"""Bounds for normal numbers, 3 % above the error of these quantisers. Those of llama.cpp b11434 are above each bound."""
+"""Bounds for normal numbers, 3 % above the error of these quantisers. The errors of llama-quantize b11434 are above."""
 SEARCHED = tuple(MAX_NMSE)
 IMPORTANCE_GAIN = 0.97
 """The largest ratio of weighted errors with and without importances."""
@@ -36,7 +34,7 @@ def normal_rows(rows: int = 64, columns: int = 1024) -> np.ndarray:
     return np.random.default_rng(3).standard_normal((rows, columns)).astype(np.float32) * np.float32(0.03)
 
 
-def nmse(got: np.ndarray, x: np.ndarray, weights: np.ndarray | float = 1.0) -> float:
+def weighted_nmse(got: np.ndarray, x: np.ndarray, weights: np.ndarray | float = 1.0) -> float:
     error = (got.astype(np.float64) - x) ** 2 * weights
     return float(error.sum() / (x.astype(np.float64) ** 2 * weights).sum())
 
@@ -54,7 +52,7 @@ def special_rows(block: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("dtype", DEFINED_DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [normal_rows, special_rows])
 def test_types_that_ggml_defines_have_its_bytes(dtype, rows):
     x = normal_rows() if rows is normal_rows else special_rows(dtype.block)
@@ -74,10 +72,10 @@ def test_floats_are_rounded_to_nearest(dtype):
 def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_block_exceeds(dtype):
     x = normal_rows()
     raw = quantise_rows(x, dtype)
-    assert nmse(dequantise(raw, dtype), x) < MAX_NMSE[dtype]
+    assert weighted_nmse(dequantise(raw, dtype), x) < MAX_NMSE[dtype]
     wrong = raw.copy().reshape(-1).view(BLOCK_LAYOUTS[dtype])
     wrong["qs"][:, 3] ^= 0x33
-    assert nmse(dequantise(wrong.view(np.uint8).reshape(raw.shape), dtype), x) > MAX_NMSE[dtype]
+    assert weighted_nmse(dequantise(wrong.view(np.uint8).reshape(raw.shape), dtype), x) > MAX_NMSE[dtype]
 
 
 @pytest.mark.parametrize("dtype", SEARCHED, ids=str)
@@ -94,15 +92,15 @@ def test_special_rows_are_stored_with_finite_scales_and_small_errors(dtype):
     for row in (1, 2, 5):
         assert np.abs(got[row] - x[row]).max() <= 0.07 * np.abs(x[row]).max()
     for row in (6, 7, 8, 10):
-        assert nmse(got[row], x[row]) < 0.08
+        assert weighted_nmse(got[row], x[row]) < 0.08
 
 
-@pytest.mark.parametrize("dtype", SEARCHED, ids=str)
+@pytest.mark.parametrize("dtype", [*SEARCHED, DType.Q4_0, DType.Q5_0], ids=str)
 def test_importances_lower_the_error_of_important_columns(dtype):
     x = normal_rows()
     importance = np.random.default_rng(4).random(x.shape[1]).astype(np.float32) ** 3
     plain, weighted = (dequantise(quantise_rows(x, dtype, w), dtype) for w in (None, importance))
-    assert nmse(weighted, x, importance) < IMPORTANCE_GAIN * nmse(plain, x, importance)
+    assert weighted_nmse(weighted, x, importance) < IMPORTANCE_GAIN * weighted_nmse(plain, x, importance)
 
 
 @pytest.mark.parametrize("importance", [np.zeros(1024), np.full(1024, 1e-30), np.full(1024, 1e30)], ids=str)
@@ -117,7 +115,7 @@ def test_columns_without_importance_still_have_a_scale():
     importance = np.ones(1024, np.float32)
     importance[:256] = 0
     got = dequantise(quantise_rows(x, DType.Q4_K, importance), DType.Q4_K)
-    assert nmse(got[:, :256], x[:, :256]) < 2 * MAX_NMSE[DType.Q4_K]
+    assert weighted_nmse(got[:, :256], x[:, :256]) < 2 * MAX_NMSE[DType.Q4_K]
 
 
 @pytest.mark.parametrize("dtype", KERNELS, ids=str)
@@ -129,7 +127,7 @@ def test_rows_do_not_depend_on_each_other(dtype):
 
 
 def test_dtypes_without_quantiser_and_broken_blocks_are_refused():
-    with pytest.raises(GraphError, match=r"^quantise_rows\(iq2_xs\): there is no quantiser for this dtype; need one of f32"):
+    with pytest.raises(GraphError, match=r"^quantise_rows\(iq2_xs\): there is no quantiser for this dtype; need "):
         quantise_rows(normal_rows(1), DType.IQ2_XS)
     with pytest.raises(GraphError, match=r"^quantise_rows\(q4_K\): rows have 288 columns; need a multiple of 256$"):
         quantise_rows(normal_rows(1, 288), DType.Q4_K)

@@ -19,8 +19,9 @@ from hocket.graph.dtypes import DType
 from ...given.commands import Capture
 from ...given.models.spelled import write_llama
 
+
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def source(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf")
 
 
@@ -36,9 +37,9 @@ def refusal(capsys: Capture, *words: object) -> str:
     return line
 
 
-def test_the_file_has_the_same_tensors_and_metadata_for_the_reader_of_the_gguf_package(model, tmp_path):
-    assert quantize(model, tmp_path / "out.gguf", "q8_0") == 0
-    before, after = gguf.GGUFReader(model), gguf.GGUFReader(tmp_path / "out.gguf")
+def test_the_file_has_the_same_tensors_and_metadata_for_the_reader_of_the_gguf_package(source, tmp_path):
+    assert quantize(source, tmp_path / "out.gguf", "q8_0") == 0
+    before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "out.gguf")
     assert [t.name for t in after.tensors] == [t.name for t in before.tensors]
     for old, new in zip(before.tensors, after.tensors, strict=True):
         assert old.shape.tolist() == new.shape.tolist()
@@ -46,23 +47,23 @@ def test_the_file_has_the_same_tensors_and_metadata_for_the_reader_of_the_gguf_p
         assert new.tensor_type.name == ("Q8_0" if is_matrix else "F32")
         want = gguf.quants.quantize(old.data, gguf.GGMLQuantizationType.Q8_0) if is_matrix else old.data
         assert new.data.tobytes() == want.tobytes()
-    kept = {key: field.contents() for key, field in before.fields.items() if not key.startswith("GGUF.")}
+    before_pairs = {key: field.contents() for key, field in before.fields.items() if not key.startswith("GGUF.")}
     got = {key: field.contents() for key, field in after.fields.items() if not key.startswith("GGUF.")}
-    assert got == kept | {"general.file_type": 7, "general.quantization_version": 2}
+    assert got == before_pairs | {"general.file_type": 7, "general.quantization_version": 2}
     assert after.fields["general.file_type"].types == [gguf.GGUFValueType.UINT32]
 
 
-def test_a_quantised_model_writes_text(model, tmp_path, capsys):
-    assert quantize(model, tmp_path / "out.gguf", "q8_0") == 0
+def test_a_quantised_model_writes_text(source, tmp_path, capsys):
+    assert quantize(source, tmp_path / "out.gguf", "q8_0") == 0
     capsys.readouterr()
-    for path in (model, tmp_path / "out.gguf"):
+    for path in (source, tmp_path / "out.gguf"):
         assert main(["run", str(path), "-p", "yes", "--temp", "0", "-n", "4", "-c", "64"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
 
 
-def test_rows_without_whole_blocks_are_reported_with_their_dtype(model, tmp_path, capsys):
-    assert quantize(model, tmp_path / "out.gguf", "q4_k_s", "--dry-run") == 0
+def test_rows_without_whole_blocks_are_reported_with_their_dtype(source, tmp_path, capsys):
+    assert quantize(source, tmp_path / "out.gguf", "q4_k_s", "--dry-run") == 0
     printed = capsys.readouterr()
     assert "q4_K needs rows of a multiple of 256, got 32; stored as q5_0" in printed.err
     assert "blk.0.attn_q.weight  32×32  f32 -> q5_0" in printed.out
@@ -70,17 +71,17 @@ def test_rows_without_whole_blocks_are_reported_with_their_dtype(model, tmp_path
     assert not (tmp_path / "out.gguf").exists()
 
 
-def test_the_dry_run_announces_the_size_of_the_file(model, tmp_path, capsys):
-    assert quantize(model, tmp_path / "out.gguf", "q5_1", "--dry-run") == 0
+def test_the_dry_run_announces_the_size_of_the_file(source, tmp_path, capsys):
+    assert quantize(source, tmp_path / "out.gguf", "q5_1", "--dry-run") == 0
     announced = capsys.readouterr().out.splitlines()[-3:]
-    assert quantize(model, tmp_path / "out.gguf", "q5_1") == 0
+    assert quantize(source, tmp_path / "out.gguf", "q5_1") == 0
     assert capsys.readouterr().out.splitlines()[-3:] == announced
     nbytes = sum(t.nbytes for t in open_gguf(tmp_path / "out.gguf").tensors.values())
     assert announced[-1].startswith(f"after: {nbytes / 2**20:.1f} MiB, ")
 
 
-def test_a_quantised_file_is_quantised_again_only_on_request(model, tmp_path, capsys):
-    assert quantize(model, tmp_path / "q8.gguf", "q8_0") == 0
+def test_a_quantised_file_is_quantised_again_only_on_request(source, tmp_path, capsys):
+    assert quantize(source, tmp_path / "q8.gguf", "q8_0") == 0
     line = refusal(capsys, tmp_path / "q8.gguf", tmp_path / "out.gguf", "q4_0")
     assert "tensor blk.0.attn_q.weight is q8_0 already, and a second rounding adds its error" in line
     assert not (tmp_path / "out.gguf").exists()
@@ -89,20 +90,20 @@ def test_a_quantised_file_is_quantised_again_only_on_request(model, tmp_path, ca
     assert all(np.array_equal(t.dequantise(), back.tensor(n).dequantise()) for n, t in stored.tensors.items())
 
 
-def test_a_damaged_weight_is_named_and_no_file_is_left(model, tmp_path, capsys):
+def test_a_damaged_weight_is_named_and_no_file_is_left(source, tmp_path, capsys):
     damaged = tmp_path / "damaged.gguf"
-    data = bytearray(model.read_bytes())
-    tensor = open_gguf(model).tensor("blk.0.ffn_up.weight")
-    for value, said in ((np.nan, "NaN"), (1e6, "the magnitude 1e+06"), (np.inf, "the magnitude inf")):
+    data = bytearray(source.read_bytes())
+    tensor = open_gguf(source).tensor("blk.0.ffn_up.weight")
+    for value, problem in ((np.nan, "NaN"), (1e6, "the magnitude 1e+06"), (np.inf, "the magnitude inf")):
         data[tensor.offset + 400 : tensor.offset + 404] = np.float32(value).tobytes()
         damaged.write_bytes(data)
         line = refusal(capsys, damaged, tmp_path / "out.gguf", "q8_0")
-        assert f"tensor blk.0.ffn_up.weight has a value of {said}; q8_0 needs magnitudes up to 65504" in line
+        assert f"tensor blk.0.ffn_up.weight has a value of {problem}; q8_0 needs magnitudes up to 65504" in line
         assert sorted(os.listdir(tmp_path)) == ["damaged.gguf", "model.gguf"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")], ids=str)
-def test_an_interrupted_conversion_leaves_the_old_file(error, model, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_leaves_the_old_file(error, source, tmp_path, monkeypatch):
     out, calls = tmp_path / "out.gguf", []
     out.write_bytes(b"old")
     quantise = conversion.quantise_rows
@@ -114,16 +115,16 @@ def test_an_interrupted_conversion_leaves_the_old_file(error, model, tmp_path, m
         return quantise(*arguments)
 
     monkeypatch.setattr(conversion, "quantise_rows", fail_at_the_third_part)
-    assert quantize(model, out, "q8_0") == (130 if error is KeyboardInterrupt else 2)
+    assert quantize(source, out, "q8_0") == (130 if error is KeyboardInterrupt else 2)
     assert out.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["model.gguf", "out.gguf"]
     assert len(calls) >= 3
 
 
-def test_parts_and_threads_do_not_change_the_file(model, tmp_path, monkeypatch):
-    assert quantize(model, tmp_path / "whole.gguf", "q4_0") == 0
+def test_parts_and_threads_do_not_change_the_file(source, tmp_path, monkeypatch):
+    assert quantize(source, tmp_path / "whole.gguf", "q4_0") == 0
     monkeypatch.setattr(conversion, "PART_ELEMENTS", 96)
-    assert main(["quantize", str(model), str(tmp_path / "parts.gguf"), "q4_0", "-t", "5"]) == 0
+    assert main(["quantize", str(source), str(tmp_path / "parts.gguf"), "q4_0", "-t", "5"]) == 0
     assert (tmp_path / "parts.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
@@ -177,14 +178,14 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
     weight = np.ones((4, 256), np.float32)
     model = write_tensors(tmp_path / "m.gguf", {"blk.0.ffn_up.weight": weight})
     matrix, name = tmp_path / "i.gguf", "blk.0.ffn_up.weight"
-    for sums, said in (
+    for sums, problem in (
         (np.ones((1, 255), np.float32), "have shape [1, 255], but the weight needs [1, 256]"),
         (np.full((1, 256), np.nan, np.float32), "has a number that is infinite, NaN or negative"),
         (np.full((1, 256), -1, np.float32), "has a number that is infinite, NaN or negative"),
         (np.ones((1, 256), np.float16), "and its counts are f16 and f32; need f32"),
     ):
         write_tensors(matrix, {f"{name}.in_sum2": sums, f"{name}.counts": np.ones((1, 1), np.float32)})
-        assert said in refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+        assert problem in refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
     assert "is no importance matrix; convert" in refusal(capsys, model, tmp_path / "o.gguf", "q4_k", "--imatrix", model)
     assert "type Q2_K_S needs importances of its columns" in refusal(capsys, model, tmp_path / "out.gguf", "q2_k_s")
 
@@ -231,6 +232,6 @@ def test_wrong_flags_are_refused_in_one_line(words, message, capsys):
     assert message in line
 
 
-def test_folders_and_types_are_checked_before_the_work(model, tmp_path, capsys):
-    assert "type IQ3_M: there is no quantiser" in refusal(capsys, model, tmp_path / "out.gguf", "iq3_m")
-    assert "No such file or directory" in refusal(capsys, model, tmp_path / "no" / "out.gguf", "q8_0")
+def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys):
+    assert "type IQ3_M: there is no quantiser" in refusal(capsys, source, tmp_path / "out.gguf", "iq3_m")
+    assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")
