@@ -50,11 +50,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def describe_file_types() -> str:
-    """Return the types as text: floats, types with short blocks, and types with blocks of 256."""
+    """Return the types as text, grouped by the bits in their names."""
     groups: dict[str, list[str]] = {}
-    for one in FILE_TYPES.values():
-        title = f"Blocks of {one.dtype.block}" if one.dtype.is_quantised else "Floats"
-        groups.setdefault(title, []).append(one.name)
+    for name in FILE_TYPES:
+        bits = next(c for c in name if c.isdigit())
+        groups.setdefault(f"{bits} bits" if FILE_TYPES[name].dtype.is_quantised else "Floats", []).append(name)
     return "type of the file. " + ". ".join(f"{title}: {', '.join(names)}" for title, names in groups.items())
 
 

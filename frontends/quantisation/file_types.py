@@ -40,6 +40,8 @@ FILE_TYPES = {
         FileType("Q4_1", 3, DType.Q4_1),
         FileType("Q4_0", 2, DType.Q4_0),
         FileType("MXFP4_MOE", 38, DType.MXFP4),
+        FileType("IQ3_M", 27, DType.IQ3_S),
+        FileType("IQ3_S", 26, DType.IQ3_S),
         FileType("Q3_K_L", 13, DType.Q3_K),
         FileType("Q3_K_M", 12, DType.Q3_K),
         FileType("Q3_K_S", 11, DType.Q3_K),
@@ -53,9 +55,9 @@ FILE_TYPES = {
 OTHER_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "FP16": "F16", "FP32": "F32"}
 """Short names of types."""
 MISSING_FILE_TYPES = {
-    name: "IQ4_XS" if name.startswith("IQ3") else "Q2_K"
+    name: "IQ3_S" if name.startswith("IQ3") else "Q2_K"
     for name in (
-        *("IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+        *("IQ3_XS", "IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
         *("NVFP4", "Q1_0", "Q2_0"),
     )
 }

@@ -73,6 +73,7 @@ Q8_NAMES_BY_ARCHITECTURE = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj
 """Parts of names of tensors that have at least 8 bits."""
 FALLBACK_DTYPES = {
     DType.IQ4_XS: DType.IQ4_NL,
+    DType.IQ3_S: DType.IQ4_NL,
     DType.Q2_K: DType.Q4_0,
     DType.Q3_K: DType.Q4_0,
     DType.TQ1_0: DType.Q4_0,
@@ -259,7 +260,7 @@ class _Mixture:
         is_grouped, dtype = self.facts.query_groups >= 4, default
         if kind == "Q2_K":
             dtype = DType.Q4_K if is_grouped else DType.Q3_K
-        elif kind == "Q2_K_S" and is_grouped:
+        elif kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_S") and is_grouped):
             dtype = DType.Q4_K
         elif kind == "Q3_K_M":
             dtype = DType.Q5_K if number < 2 else DType.Q4_K
@@ -291,6 +292,7 @@ class _Mixture:
         rules: Mapping[str, tuple[bool, DType]] = {
             "Q2_K": (True, DType.Q3_K),
             "Q2_K_S": (is_early, DType.Q4_K),
+            "IQ3_M": (is_early or (self.facts.expert_count == 8 and has_more), DType.Q4_K),
             "Q3_K_L": (True, DType.Q4_K if falcon else DType.Q5_K),
             "Q4_K_M": (has_more, DType.Q6_K),
             "Q5_K_M": (has_more, DType.Q6_K),
@@ -304,8 +306,8 @@ class _Mixture:
         return dtype if applies else default
 
 
-ATTENTION_OUTPUT = {"Q2_K": DType.Q3_K, "Q3_K_M": DType.Q4_K, "Q3_K_L": DType.Q5_K}
+ATTENTION_OUTPUT = {"Q2_K": DType.Q3_K, "Q3_K_M": DType.Q4_K, "Q3_K_L": DType.Q5_K, "IQ3_M": DType.Q4_K}
 """The dtype of the output matrix of attention, by file type."""
 ATTENTION_OUTPUT_OF_8_EXPERTS = dict.fromkeys(
-    ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS"), DType.Q5_K
+    ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS", "IQ3_S", "IQ3_M"), DType.Q5_K
 )

@@ -21,6 +21,7 @@ MAX_NMSE = {
     DType.Q4_K: 0.00500,
     DType.Q5_K: 0.00122,
     DType.Q6_K: 0.000293,
+    DType.IQ3_S: 0.0183,
     DType.IQ4_NL: 0.00562,
     DType.IQ4_XS: 0.00570,
 }
@@ -87,8 +88,8 @@ def test_special_rows_are_stored_with_finite_scales_and_small_errors(dtype):
     # A single number is the peak of its block: it is stored with the precision of the scales.
     for row, column in ((3, 5), (4, 7), (11, 0)):
         assert got[row, column] == pytest.approx(x[row, column], rel=0.07)
-        # IQ4 types have no code of 0.
-        assert np.abs(np.delete(got[row], column)).max() <= 0.01 * np.abs(x[row, column])
+        # IQ types have no code of 0. IQ3_S has few entries with the largest magnitude and small others.
+        assert np.abs(np.delete(got[row], column)).max() <= (0.2 if dtype is DType.IQ3_S else 0.01) * np.abs(x[row, column])
     for row in (1, 2, 5):
         assert np.abs(got[row] - x[row]).max() <= 0.07 * np.abs(x[row]).max()
     for row in (6, 7, 8, 10):

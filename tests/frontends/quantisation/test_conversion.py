@@ -233,5 +233,5 @@ def test_wrong_flags_are_refused_in_one_line(words, message, capsys):
 
 
 def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys):
-    assert "type IQ3_M: there is no quantiser" in refusal(capsys, source, tmp_path / "out.gguf", "iq3_m")
+    assert "type IQ3_XS: there is no quantiser" in refusal(capsys, source, tmp_path / "out.gguf", "iq3_xs")
     assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")

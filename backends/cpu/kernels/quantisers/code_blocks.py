@@ -6,6 +6,8 @@ scale with the smallest weighted error.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
@@ -79,9 +81,16 @@ def make_cell_table(values: np.ndarray) -> np.ndarray:
     return np.concatenate([values[nearest], nearest]).astype(np.float32)
 
 
-IQ4_TABLE = make_cell_table(IQ4_NL_CODE_BOOK)
-FP4_TABLE = make_cell_table(FP4_VALUES_TIMES_2)
-"""Tables of the two code books of 4 bits."""
+@cache
+def make_iq4_table() -> np.ndarray:
+    """Return the cell table of IQ4_NL and IQ4_XS."""
+    return make_cell_table(IQ4_NL_CODE_BOOK)
+
+
+@cache
+def make_fp4_table() -> np.ndarray:
+    """Return the cell table of twice the floats of 4 bits."""
+    return make_cell_table(FP4_VALUES_TIMES_2)
 
 
 @subroutine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,14 +12,14 @@ from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
 from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing
 from ...compilation.kernel_args import KernelArgs
-from . import code_blocks, small_blocks, super_blocks
-from .code_blocks import FP4_TABLE, IQ4_TABLE
+from . import book_blocks, code_blocks, small_blocks, super_blocks
+from .code_blocks import make_fp4_table, make_iq4_table
 from .super_blocks import SCRATCH_BYTES
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-KERNELS: dict[DType, tuple[Kernel, KernelArgs, FloatArray | None]] = {
+KERNELS: dict[DType, tuple[Kernel, KernelArgs, Callable[[], FloatArray] | None]] = {
     DType.Q4_0: (small_blocks.quantise_q4_0, super_blocks.ARGS, None),
     DType.Q4_1: (small_blocks.quantise_q4_1, super_blocks.ARGS, None),
     DType.Q5_0: (small_blocks.quantise_q5_0, super_blocks.ARGS, None),
@@ -28,13 +30,14 @@ KERNELS: dict[DType, tuple[Kernel, KernelArgs, FloatArray | None]] = {
     DType.Q4_K: (super_blocks.quantise_q4_k, super_blocks.ARGS, None),
     DType.Q5_K: (super_blocks.quantise_q5_k, super_blocks.ARGS, None),
     DType.Q6_K: (super_blocks.quantise_q6_k, super_blocks.ARGS, None),
-    DType.IQ4_NL: (code_blocks.quantise_iq4_nl, code_blocks.ARGS, IQ4_TABLE),
-    DType.IQ4_XS: (code_blocks.quantise_iq4_xs, code_blocks.ARGS, IQ4_TABLE),
-    DType.MXFP4: (code_blocks.quantise_mxfp4, code_blocks.ARGS, FP4_TABLE),
+    DType.IQ4_NL: (code_blocks.quantise_iq4_nl, code_blocks.ARGS, make_iq4_table),
+    DType.IQ4_XS: (code_blocks.quantise_iq4_xs, code_blocks.ARGS, make_iq4_table),
+    DType.IQ3_S: (book_blocks.quantise_iq3_s, code_blocks.ARGS, book_blocks.make_book_table),
+    DType.MXFP4: (code_blocks.quantise_mxfp4, code_blocks.ARGS, make_fp4_table),
     DType.TQ1_0: (code_blocks.quantise_tq1_0, super_blocks.ARGS, None),
     DType.TQ2_0: (code_blocks.quantise_tq2_0, super_blocks.ARGS, None),
 }
-"""By dtype: the kernel, its argument words, and its table."""
+"""By dtype: the kernel, its argument words, and the function that makes its table."""
 SEARCHED_DTYPES = (DType.Q4_1, DType.Q5_1)
 """Dtypes with blocks of 32 that have a search of scales also without importances.
 
@@ -79,7 +82,8 @@ def quantise_rows(
     x = np.ascontiguousarray(x, np.float32)
     if dtype not in KERNELS:
         return np.ascontiguousarray(encode_array(x, dtype)).view(np.uint8).reshape(rows, -1)
-    body, words, table = KERNELS[dtype]
+    body, words, make_table = KERNELS[dtype]
+    table = None if make_table is None else make_table()
     out = np.empty((rows, dtype.bytes_of(columns)), np.uint8)
     scratch = np.empty(SCRATCH_BYTES, np.uint8)
     values = {"x": x.ctypes.data, "y": out.ctypes.data, "rows": rows, "columns": columns}
