@@ -53,11 +53,11 @@ from .super_blocks import CODES, SCALE_CODES, SCALES, SCRATCH_BYTES, SUPER_BLOCK
 ENTRIES, WIDTH = 512, 4
 """Entries of the code book, and numbers of an entry."""
 VECTORS = ENTRIES // LANES
-TRIAL_COUNT, FIRST_TRIAL, TRIAL_STEP = 5, single(0.9), single(0.06)
+FACTOR_COUNT, FIRST_FACTOR, FACTOR_STEP = 5, single(0.9), single(0.06)
 """Factors of the scales that are tried with the code book."""
-MAX_SCALE_CODE = 15
+LARGEST_MAGNITUDE, MAX_SCALE_CODE = single(15), 15
 ENTRY_CODES = 1536
-"""Offset in the scratch memory of 64 entry indices, int32. `CODES` has the indices of trials."""
+"""Offset in the scratch memory of 64 entry indices, int32. `CODES` has the entries of candidates."""
 
 
 @cache
@@ -117,14 +117,16 @@ def choose_entries(x, w, scale, table, to):
 
 
 @subroutine
-def search_block_scale(x, w, table, trial):
-    """Return the scale of 32 numbers with the smallest error; `trial` is memory for 8 entries."""
-    first = abs(search_odd_scale(x, w, BLOCK, 0, 0, spread_one_side(single(15), single(0.7), single(0.03)), 3))
+def search_block_scale(x, w, table, memory):
+    """Return the scale of 32 numbers with the smallest error; `memory` has 8 entries."""
+    first = abs(search_odd_scale(x, w, BLOCK, 0, 0, spread_one_side(LARGEST_MAGNITUDE, single(0.7), single(0.03)), 3))
     best, scale = NO_FIT, ZERO
     if first > ZERO:
-        for k in range(TRIAL_COUNT):
-            _, solution = choose_entries(x, w, first * (FIRST_TRIAL + TRIAL_STEP * to_scalar(k)), table, trial)
-            error, _ = choose_entries(x, w, solution, table, trial)
+        for k in range(FACTOR_COUNT + 1):
+            # The last scale is for numbers of one magnitude, which the entry of ones stores.
+            factor = FIRST_FACTOR + FACTOR_STEP * to_scalar(k) if k < FACTOR_COUNT else LARGEST_MAGNITUDE
+            _, solution = choose_entries(x, w, first * factor, table, memory)
+            error, _ = choose_entries(x, w, solution, table, memory)
             if error < best:
                 best, scale = error, solution
     return scale
@@ -136,25 +138,25 @@ def quantise_iq3_s(a, thread, threads):
     x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
-    w, trial, entries = scratch + WEIGHTS, scratch + CODES, scratch + ENTRY_CODES
+    w, memory, entries = scratch + WEIGHTS, scratch + CODES, scratch + ENTRY_CODES
     for i in range(first, end):
         for c in range(0, columns, SUPER_BLOCK):
             block, source = y + (i * columns + c) // SUPER_BLOCK * 110, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, w, SUPER_BLOCK)
             largest = ZERO
             for j in range(8):
-                scale = search_block_scale(source + 128 * j, w + 128 * j, table, trial)
+                scale = search_block_scale(source + 128 * j, w + 128 * j, table, memory)
                 store_scalar(scratch + SCALES + 4 * j, scale)
                 largest = max(largest, scale)
             common = round_scalar_to_half(largest / single(2 * MAX_SCALE_CODE + 1))
             store_f16(block, splat(common))
             for j in range(8):
                 xj, wj, code, best = source + 128 * j, w + 128 * j, 0, NO_FIT
-                near = to_int(load_scalar(scratch + SCALES + 4 * j) / common * single(0.5)) if common > ZERO else 0
-                for trial_code in range(max(near - 1, 0), min(near + 1, MAX_SCALE_CODE) + 1):
-                    error, _ = choose_entries(xj, wj, common * to_scalar(2 * trial_code + 1), table, trial)
+                nearest = to_int(load_scalar(scratch + SCALES + 4 * j) / common * single(0.5)) if common > ZERO else 0
+                for candidate in range(max(nearest - 1, 0), min(nearest + 1, MAX_SCALE_CODE) + 1):
+                    error, _ = choose_entries(xj, wj, common * to_scalar(2 * candidate + 1), table, memory)
                     if error < best:
-                        best, code = error, trial_code
+                        best, code = error, candidate
                 choose_entries(xj, wj, common * to_scalar(2 * code + 1), table, entries + 32 * j)
                 store_byte(scratch + SCALE_CODES + j, code)
                 for k in range(2):
