@@ -64,7 +64,9 @@ def test_types_that_ggml_defines_have_its_bytes(dtype, rows):
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16], ids=str)
 def test_floats_are_rounded_to_nearest(dtype):
-    x = normal_rows()
+    x = np.concatenate(
+        [normal_rows(5, 27), np.float32([[1e-40, -3e-39, 1.00390625, 1.01171875, 65504, 0] + [0.1] * 21])]
+    )
     want = gguf.quants.quantize(x, gguf.GGMLQuantizationType(dtype.ggml))
     assert quantise_rows(x, dtype).tobytes() == want.tobytes()
 

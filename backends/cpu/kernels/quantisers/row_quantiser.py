@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from .....graph.dtypes import FLOAT_DTYPES, DType
+from .....graph.dtypes import DType
 from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
 from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing
@@ -20,6 +20,7 @@ FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
 KERNELS: dict[DType, tuple[Kernel, KernelArgs, Callable[[], FloatArray] | None]] = {
+    DType.BF16: (small_blocks.round_bf16, super_blocks.ARGS, None),
     DType.Q4_0: (small_blocks.quantise_q4_0, super_blocks.ARGS, None),
     DType.Q4_1: (small_blocks.quantise_q4_1, super_blocks.ARGS, None),
     DType.Q5_0: (small_blocks.quantise_q5_0, super_blocks.ARGS, None),
@@ -43,7 +44,7 @@ SEARCHED_DTYPES = (DType.Q4_1, DType.Q5_1)
 
 Q4_0 and Q5_0 have none: a search lowers their squared error by 10 %, but the KL divergence of SmolLM2 grows by 8 %.
 """
-WRITABLE_DTYPES = (*FLOAT_DTYPES, *KERNELS)
+WRITABLE_DTYPES = (DType.F32, DType.F16, *KERNELS)
 """The dtypes to which `quantise_rows` rounds."""
 
 

@@ -1,4 +1,4 @@
-"""Quantisers of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0: blocks of 32 numbers with their own scale.
+"""Quantisers of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which are blocks of 32 numbers with their own scale, and of BF16.
 
 Without importances the range of a block determines its scale, and the bytes are the result of ``quantize_row_*_ref`` in
 ggml-quants.c. With importances, which may be equal, the scale has the smallest weighted error.
@@ -7,7 +7,7 @@ ggml-quants.c. With importances, which may be equal, the scale has the smallest 
 from __future__ import annotations
 
 from ...compilation.compiler import kernel, subroutine
-from ...simd.half_memory import store_f16
+from ...simd.half_memory import store_f16, store_first_bf16
 from ...simd.vectors import (
     LANES,
     absolute,
@@ -17,6 +17,7 @@ from ...simd.vectors import (
     lane_max,
     lane_min,
     load,
+    load_first_lanes,
     load_u8_lanes,
     maximum,
     minimum,
@@ -191,4 +192,15 @@ def quantise_q8_0(a, thread, threads):
             store_f16(block, splat(scale))
             store_u8_lanes(block + 2, round_below_2_22(round_away(mul(low, inverse))))
             store_u8_lanes(block + 2 + LANES, round_below_2_22(round_away(mul(high, inverse))))
+    return 0
+
+
+@kernel
+def round_bf16(a, thread, threads):
+    """Round rows to bfloat16, ties to even; importances change nothing."""
+    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first * columns, end * columns, LANES):
+        count = min(LANES, end * columns - i)
+        store_first_bf16(y + 2 * i, load_first_lanes(x + 4 * i, count), count)
     return 0
