@@ -10,6 +10,8 @@ import hocket
 from hocket import ops
 from hocket.backends.base import find_device
 from hocket.frontends.models import ARCHITECTURES
+from hocket.frontends.quantisation.file_types import FILE_TYPES
+from hocket.frontends.quantisation.type_choice import fit_dtype
 from hocket.graph import DType, Node, Spec
 from hocket.graph.dtypes import FLOAT_DTYPES
 
@@ -28,6 +30,35 @@ ops accept each of these dtypes on every backend, sharded over devices or not.
 
 | dtype | weights per block | bits | {backends} |
 |---|---|---|{rules}
+"""
+WRITTEN_FILES = """
+## Write a file of smaller weights
+
+`hocket quantize` writes a model in another type from a file of f32, f16 or bf16 weights:
+
+```sh
+hocket quantize model-f16.gguf model-q4_k_m.gguf Q4_K_M --dry-run
+hocket quantize model-f16.gguf model-q4_k_m.gguf Q4_K_M --imatrix imatrix.gguf
+hocket compare model-f16.gguf model-q4_k_m.gguf -f text.txt
+```
+
+1. The first command prints the dtype of each tensor and the size of the file.
+2. The second command writes the file. The importance matrix is a GGUF file of `llama-imatrix`; it is optional.
+3. The third command measures the change: KL divergence, equal top tokens, and the perplexities of both files.
+
+A type is a mixture: important tensors have more bits, by the rules of `llama-quantize`. `--pure` gives all matrices the
+dtype of the type. `--tensor-type REGEX=DTYPE` sets the dtype of tensors with a matching name. If the rows of a tensor
+are no whole number of blocks, then the tensor has the dtype in the last column.
+
+| type | dtype of most matrices | scales | for other rows |
+|---|---|---|---|
+{rows}
+- "By range" means that the largest number of a block determines its scale. The bytes are equal to the bytes of ggml.
+- "Searched" means that the scale of a block is the one with the smallest error. Numbers have weights in this error: the
+  importance of their column if it is known, times their magnitude.
+- With an importance matrix the scales of `Q4_0` and `Q5_0` are searched too.
+
+[A comparison with llama-quantize](../benchmarks/results/2026-11-29-zen5-quantize.md) has errors and times.
 """
 TAIL = """
 ## Floats of eight and of four bits
@@ -86,7 +117,17 @@ def page() -> str:
         backends=" | ".join(BACKEND_BY_COLUMN),
         rules="---|" * len(BACKEND_BY_COLUMN),
     )
-    return head + "".join(format_dtypes()) + TAIL
+    return head + "".join(format_dtypes()) + WRITTEN_FILES.format(rows="".join(format_file_types())) + TAIL
+
+
+def format_file_types() -> Iterator[str]:
+    """Yield a row for each type that ``hocket quantize`` writes."""
+    by_range = (DType.Q4_0, DType.Q5_0, DType.Q8_0, DType.MXFP4, DType.TQ1_0, DType.TQ2_0)
+    for one in FILE_TYPES.values():
+        smaller = fit_dtype(one.dtype, 32)
+        replaced = f"`{smaller}`" if smaller is not one.dtype else "f16" if one.dtype.is_quantised else ""
+        scales = "" if not one.dtype.is_quantised else "by range" if one.dtype in by_range else "searched"
+        yield f"| `{one.name}` | `{one.dtype}` | {scales} | {replaced} |\n"
 
 
 if __name__ == "__main__":

@@ -112,7 +112,13 @@ def count_chunks(tokens: int, context: int) -> int:
 
 
 def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
-    """Score a text: yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens].
+    """Yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens]."""
+    for logits, targets in evaluate_chunks(session, tokens, bos=bos):
+        yield compute_token_nll(logits, targets)
+
+
+def evaluate_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[tuple[F32, Sequence[int]]]:
+    """Yield for each chunk the logits [tokens, vocabulary] from position ``context / 2`` on, and the next tokens.
 
     Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for
     models that begin every text with BOS.
@@ -124,8 +130,7 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
             chunk[0] = bos
         session.reset(0)
         session.evaluate([chunk[:first]])
-        logits = session.evaluate([chunk[first:-1]], every_position=True)[0]
-        yield compute_token_nll(logits, chunk[first + 1 :])
+        yield session.evaluate([chunk[first:-1]], every_position=True)[0], chunk[first + 1 :]
 
 
 def compute_token_nll(logits: F32, targets: Sequence[int]) -> F64:

@@ -153,6 +153,14 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
     return pairs
 
 
+def skip_pair(cursor: Cursor) -> str:
+    """Skip the pair at the cursor and return its key."""
+    key = cursor.read_name()
+    cursor.section = f"metadata {format_name_for_message(key)}"
+    _read_value(cursor)
+    return key
+
+
 def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
     """Read the array at the cursor without decoding its elements, after a check that the file contains all of them."""
     kind = _read_type(cursor)

@@ -300,7 +300,7 @@ PERPLEXITY_FLAGS = """
 --winogrande-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
 --multiple-choice: hocket measures perplexity only; score answers by the logits of hocket logits
 --multiple-choice-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
---kl-divergence: compare files that hocket logits writes
+--kl-divergence: use hocket compare A.gguf B.gguf -f FILE
 --kl-divergence-base --save-all-logits: hocket logits writes the logits of every position
 """
 
@@ -325,8 +325,8 @@ PROGRAM_REMEDIES = {
     "llama-speculative": "use hocket run -md DRAFT",
     "test-backend-ops": "use hocket check",
     "llama-server": "use hocket serve; -c is the context of each slot there",
-    "llama-quantize": "hocket quantises nothing; llama-quantize does",
-    "llama-imatrix": "hocket quantises nothing; llama-imatrix and llama-quantize do",
+    "llama-quantize": "use hocket quantize",
+    "llama-imatrix": "hocket quantize --imatrix reads a matrix; llama-imatrix makes one",
     "llama-gguf-split": "hocket reads split files; llama-gguf-split writes them",
     "llama-export-lora": "hocket run --lora FILE applies an adapter; llama-export-lora writes a model",
     "convert_hf_to_gguf": "hocket reads GGUF; convert_hf_to_gguf.py of llama.cpp writes it",

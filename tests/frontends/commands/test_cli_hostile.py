@@ -199,6 +199,8 @@ COMMANDS = (
     ("logits", "MODEL", "--tokens", "1", "--out", os.devnull),
     ("tokenize", "MODEL", "-p", "x"),
     ("perplexity", "MODEL", os.devnull),
+    ("quantize", "MODEL", os.devnull, "q8_0"),
+    ("compare", "MODEL", "MODEL", "-f", os.devnull),
     ("dump", "MODEL"),
 )
 
@@ -358,6 +360,8 @@ def test_an_empty_prompt_is_refused() -> None:
         "logits MODEL --tokens 1 -p x --out x",
         "tokenize MODEL",
         "perplexity MODEL",
+        "quantize MODEL out.gguf",
+        "compare MODEL MODEL",
         "dump MODEL --format pdf",
         "dump MODEL --layer -1",
         "dump MODEL --layer x",

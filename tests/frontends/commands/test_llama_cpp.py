@@ -135,7 +135,7 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
     ("word", "answer"),
     [
         ("llama-server", "use hocket serve"),
-        ("quantize", "llama-quantize does"),
+        ("llama-quantize", "use hocket quantize"),
         ("llama-bench", "use hocket bench"),
         ("convert_hf_to_gguf.py", "convert_hf_to_gguf.py of llama.cpp writes it"),
     ],

@@ -1,0 +1,277 @@
+"""Quantisers of types with indices or digits as codes: IQ4_NL, IQ4_XS, MXFP4, TQ1_0 and TQ2_0.
+
+The ternary types and MXFP4 have the bytes of ``quantize_row_*_ref`` in ggml-quants.c. IQ4_NL and IQ4_XS search the
+scale with the smallest weighted error.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from ...compilation.compiler import kernel, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.candidate_lanes import round_scalar_to_half, to_int
+from ...simd.half_memory import store_f16
+from ...simd.vectors import (
+    LANES,
+    absolute,
+    add,
+    add_int,
+    clamp_max,
+    clamp_min,
+    gather_lanes,
+    lane_max,
+    load,
+    load_byte,
+    load_scalar,
+    load_u8_lanes,
+    maximum,
+    mul,
+    mul_int,
+    negative,
+    or_int,
+    power_of_two,
+    round_away,
+    round_below_2_22,
+    round_down,
+    shift_left,
+    shift_right,
+    splat,
+    splat_int,
+    store_byte,
+    store_scalar,
+    store_u8_lanes,
+    sub,
+    where_less,
+    zeros,
+)
+from ...steps.partition import compute_thread_range
+from .scale_search import (
+    ONE,
+    ZERO,
+    make_scale_choice,
+    make_scale_search,
+    search_scale,
+    single,
+    spread_two_sides,
+    sum_weights,
+    write_error_weights,
+)
+from .small_blocks import BLOCK, find_inverse, store_halves
+from .super_blocks import CODES, SCALE_CODES, SCALES, SCRATCH_BYTES, STRENGTHS, SUPER_BLOCK, WEIGHTS, integer_steps
+
+ARGS = declare_args("x y importance rows columns scratch table")
+"""As the arguments of the K types; `table` is the address of a `make_cell_table`."""
+SIGN = single(8)
+"""The bit of the sign in the index of a 4-bit float."""
+CELL_COUNT = 512
+"""Cells of half a unit, from -128 to 128. No cell has a boundary between two codes inside."""
+
+
+def make_cell_table(values: np.ndarray) -> np.ndarray:
+    """Return the nearest value of each cell, and then its index, float32 [2 * CELL_COUNT].
+
+    `values` are integers from -128 to 127. Of two values at the same distance the first one is chosen.
+    """
+    centres = (np.arange(CELL_COUNT) - CELL_COUNT // 2) / 2 + 0.25
+    nearest = np.abs(centres[:, None] - values).argmin(1)
+    return np.concatenate([values[nearest], nearest]).astype(np.float32)
+
+
+@cache
+def make_iq4_table() -> np.ndarray:
+    """Return the cell table of IQ4_NL and IQ4_XS."""
+    return make_cell_table(IQ4_NL_CODE_BOOK)
+
+
+@cache
+def make_fp4_table() -> np.ndarray:
+    """Return the cell table of twice the floats of 4 bits."""
+    return make_cell_table(FP4_VALUES_TIMES_2)
+
+
+@subroutine
+def look_up(v, table):
+    """Return an entry of a cell table for each lane."""
+    cells = round_down(add(v, v))
+    cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
+    return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_below_2_22(cells), splat_int(2)))
+
+
+@subroutine
+def round_to_code_book(v, table, unused):
+    """Return the nearest value of a code book for each lane."""
+    return look_up(v, table)
+
+
+search_book_scale = make_scale_search(round_to_code_book)
+choose_book_scale = make_scale_choice(round_to_code_book)
+
+
+@subroutine
+def write_indices(x, scale, table, to):
+    """Write the indices of the nearest values of a code book times `scale`, for 32 numbers."""
+    inverse = splat(find_inverse(scale))
+    for i in range(0, BLOCK, LANES):
+        index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
+        store_u8_lanes(to + i, round_below_2_22(index))
+
+
+@subroutine
+def search_iq4_scale(x, w, table):
+    """Return the scale of 32 numbers for the code book of IQ4_NL."""
+    spread = spread_two_sides(single(-127), single(113), single(0.82), single(0.04))
+    return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
+
+
+@kernel
+def quantise_iq4_nl(a, thread, threads):
+    """Quantise rows to IQ4_NL."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, source = y + (i * columns + c) // BLOCK * 18, x + 4 * (i * columns + c)
+            write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, BLOCK)
+            scale = round_scalar_to_half(search_iq4_scale(source, scratch + WEIGHTS, table))
+            write_indices(source, scale, table, scratch + CODES)
+            store_f16(block, splat(scale))
+            store_halves(scratch + CODES, block + 2)
+    return 0
+
+
+@kernel
+def quantise_iq4_xs(a, thread, threads):
+    """Quantise rows to IQ4_XS: signed scales of 6 bits for 32 numbers."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    scales, strengths, w = scratch + SCALES, scratch + STRENGTHS, scratch + WEIGHTS
+    smallest, limit = single(-32), single(31)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block, source = y + (i * columns + c) // SUPER_BLOCK * 136, x + 4 * (i * columns + c)
+            write_error_weights(source, importance + 4 * c if importance != 0 else 0, w, SUPER_BLOCK)
+            for j in range(LANES):
+                store_scalar(scales + 4 * j, ZERO)
+                store_scalar(strengths + 4 * j, ZERO)
+            for j in range(8):
+                store_scalar(scales + 4 * j, search_iq4_scale(source + 128 * j, w + 128 * j, table))
+                store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
+            spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
+            common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
+            store_f16(block, splat(common))
+            high_bits = 0
+            for j in range(8):
+                xj = source + 128 * j
+                scale = load_scalar(scales + 4 * j)
+                code = choose_book_scale(
+                    xj, w + 128 * j, BLOCK, table, 0, common, scale, integer_steps(), smallest, limit
+                )
+                store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
+                write_indices(xj, code * common, table, scratch + CODES)
+                store_halves(scratch + CODES, block + 8 + 16 * j)
+            for j in range(8):
+                high_bits |= (load_byte(scratch + SCALE_CODES + j) >> 4) << (2 * j)
+            store_byte(block + 2, high_bits & 255)
+            store_byte(block + 3, high_bits >> 8)
+            for j in range(4):
+                low = load_byte(scratch + SCALE_CODES + 2 * j) & 15
+                store_byte(block + 4 + j, low | (load_byte(scratch + SCALE_CODES + 2 * j + 1) & 15) << 4)
+    return 0
+
+
+@kernel
+def quantise_mxfp4(a, thread, threads):
+    """Quantise rows to MXFP4: a power of two and floats of 4 bits; importances change nothing."""
+    x, y, columns, table = ARGS.x(a), ARGS.y(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, source = y + (i * columns + c) // BLOCK * 17, x + 4 * (i * columns + c)
+            largest = maximum(absolute(load(source)), absolute(load(source + 4 * LANES)))
+            # floor(log2) is the exponent field; a power of two below 2**-125 has no scale of its own.
+            store_scalar(scratch, lane_max(largest))
+            bits = load_byte(scratch + 3) << 1 | load_byte(scratch + 2) >> 7
+            exponent = max(bits - 2, 0)
+            store_byte(block, exponent)
+            # The values of the table are twice the floats, so the scale is 2**(exponent - 128).
+            inverse = power_of_two(splat_int(min(128 - exponent, 127)))
+            for k in range(0, BLOCK, LANES):
+                v = mul(load(source + 4 * k), inverse)
+                # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
+                index = look_up(negative(absolute(v)), table + 4 * CELL_COUNT)
+                index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
+                store_u8_lanes(scratch + CODES + k, round_below_2_22(index))
+            store_halves(scratch + CODES, block + 1)
+    return 0
+
+
+@subroutine
+def write_trits(x, to):
+    """Write codes 0, 1 and 2 of 256 numbers by their largest magnitude, which is returned."""
+    top = zeros()
+    for i in range(0, SUPER_BLOCK, LANES):
+        top = maximum(top, absolute(load(x + 4 * i)))
+    scale = lane_max(top)
+    inverse = splat(find_inverse(scale))
+    for i in range(0, SUPER_BLOCK, LANES):
+        q = add(round_away(mul(load(x + 4 * i), inverse)), splat(ONE))
+        store_u8_lanes(to + i, round_below_2_22(q))
+    return scale
+
+
+@subroutine
+def join_trits(codes, distance, count):
+    """Return bytes of `count` digits to base 3, of 4 or 5: the first digit is the highest."""
+    number = load_u8_lanes(codes)
+    for k in range(1, count):
+        number = add_int(mul_int(number, splat_int(3)), load_u8_lanes(codes + distance * k))
+    if count == 4:
+        number = mul_int(number, splat_int(3))
+    # (256 n + 242) // 243 for n up to 242, by a factor of 2**-16.
+    scaled = add_int(shift_left(number, splat_int(8)), splat_int(242))
+    return shift_right(mul_int(scaled, splat_int(17261)), splat_int(22))
+
+
+@kernel
+def quantise_tq1_0(a, thread, threads):
+    """Quantise rows to TQ1_0: five digits to base 3 in a byte; importances change nothing."""
+    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
+    codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 54
+            store_f16(block + 52, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            for k in range(0, 32, LANES):
+                store_u8_lanes(block + k, join_trits(codes + k, 32, 5))
+            store_u8_lanes(block + 32, join_trits(codes + 160, 16, 5))
+            store_u8_lanes(codes, join_trits(codes + 240, 4, 4))
+            for k in range(4):
+                store_byte(block + 48 + k, load_byte(codes + k))
+    return 0
+
+
+@kernel
+def quantise_tq2_0(a, thread, threads):
+    """Quantise rows to TQ2_0: four codes of 2 bits in a byte; importances change nothing."""
+    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
+    codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 66
+            store_f16(block + 64, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            for h in range(2):
+                for k in range(0, 32, LANES):
+                    at, out = codes + 128 * h + k, splat_int(0)
+                    for n in range(4):
+                        out = or_int(out, shift_left(load_u8_lanes(at + 32 * n), splat_int(2 * n)))
+                    store_u8_lanes(block + 32 * h + k, out)
+    return 0

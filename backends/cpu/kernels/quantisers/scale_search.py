@@ -1,0 +1,281 @@
+"""Searches of scales and minima: 16 candidates at once, one in each lane, by the sum of weighted squared errors.
+
+1. Candidates spread the numbers of a block over more or fewer codes than their range needs.
+2. Each candidate rounds the numbers to codes. Scale and minimum become the least squares solution for them.
+3. Step 2 is repeated. Its error never grows, because codes and solution are optimal for each other in turn.
+4. The lane with the smallest error is selected.
+
+Scales are stored as small integers times a common scale. `choose_stored_pair` compares the errors of the integers that
+are nearest to the solution.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd.candidate_lanes import find_lane, lane_numbers, make_lane_constant, round_even, select_lane
+from ...simd.vectors import (
+    LANES,
+    absolute,
+    add,
+    clamp_max,
+    clamp_min,
+    div,
+    fma,
+    lane_max,
+    lane_min,
+    lane_sum,
+    load,
+    maximum,
+    minimum,
+    mul,
+    negative,
+    round_below_2_22,
+    splat,
+    splat_from,
+    square_root,
+    store,
+    store_u8_lanes,
+    sub,
+    where_less,
+    zeros,
+)
+
+single = np.float32
+ZERO, ONE = single(0), single(1)
+NO_FIT = np.float32(3e38)
+"""The error of a candidate without a solution."""
+RMS_SHARE = ONE
+"""The share of the root mean square in the weights of numbers without importances."""
+MIN_SPAN = np.float32(1e-15)
+"""Blocks with a smaller range are stored as one value."""
+scale_steps = make_lane_constant([-1, 0, 1] * 5 + [0])
+minimum_steps = make_lane_constant([i // 3 - 2 for i in range(15)] + [3])
+first_half = make_lane_constant([0] * 8 + [1] * 8)
+half_numbers = make_lane_constant([*range(8)] * 2)
+
+
+@subroutine
+def write_error_weights(x, importance, to, n):
+    """Write the weights of the squared errors of `n` numbers: larger numbers have larger weights.
+
+    `importance` is an address of `n` float32, or 0. Without importances a weight is ``abs(x) + sqrt(mean)``, with the
+    mean square of the `n` numbers. With importances a weight is ``importance * sqrt(x**2 + mean)``.
+    """
+    total = zeros()
+    for i in range(0, n, LANES):
+        total = fma(load(x + 4 * i), load(x + 4 * i), total)
+    mean = splat(lane_sum(total) / np.float32(n))
+    if importance == 0:
+        share = mul(square_root(mean), splat(RMS_SHARE))
+        for i in range(0, n, LANES):
+            store(to + 4 * i, add(absolute(load(x + 4 * i)), share))
+    else:
+        for i in range(0, n, LANES):
+            v = load(x + 4 * i)
+            store(to + 4 * i, mul(load(importance + 4 * i), square_root(fma(v, v, mean))))
+
+
+@subroutine
+def sum_weights(w, n):
+    """Return the sum of `n` float32."""
+    total = zeros()
+    for i in range(0, n, LANES):
+        total = add(total, load(w + 4 * i))
+    return lane_sum(total)
+
+
+@subroutine
+def spread_one_side(limit, first, step):
+    """Return numerators of inverse scales: `limit` times 16 factors from `first` in steps of `step`."""
+    return mul(splat(limit), fma(lane_numbers(), splat(step), splat(first)))
+
+
+@subroutine
+def spread_two_sides(low, high, first, step):
+    """Return numerators of inverse scales: `low` times 8 factors from `first`, and `high` times the same factors."""
+    limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
+    return mul(limits, fma(half_numbers(), splat(step), splat(first)))
+
+
+@subroutine
+def find_peak(x, n):
+    """Return the number of the largest magnitude, with its sign; the first of several."""
+    top = zeros()
+    for i in range(0, n, LANES):
+        top = maximum(top, absolute(load(x + 4 * i)))
+    largest = lane_max(top)
+    for i in range(0, n, LANES):
+        lane = find_lane(absolute(load(x + 4 * i)), largest)
+        if lane < LANES:
+            return select_lane(load(x + 4 * i), lane)
+    return ZERO
+
+
+@subroutine
+def round_to_codes(v, low, high):
+    """Round lanes to the integers from `low` to `high`."""
+    return clamp_max(clamp_min(round_even(v), splat(low)), splat(high))
+
+
+def make_scale_search(round_lanes: Subroutine) -> Subroutine:
+    """Make a subroutine that searches a scale for the codes that `round_lanes` gives.
+
+    ``round_lanes(v, low, high)`` returns the nearest code of each lane; `low` and `high` are arguments of the search.
+    """
+
+    @subroutine
+    def search(x, w, n, low, high, numerators, passes):
+        """Return the scale d that minimises ``sum(w (x - d q)**2)`` over codes q, or 0.
+
+        `numerators` are the first inverse scales times the peak of x.
+        """
+        peak = find_peak(x, n)
+        if abs(peak) < MIN_SPAN:
+            return ZERO
+        inverse = div(numerators, splat(peak))
+        scale, fit = zeros(), zeros()
+        for _ in range(passes):
+            products, energy = zeros(), zeros()
+            for i in range(n):
+                xi = splat_from(x + 4 * i)
+                q = round_lanes(mul(xi, inverse), low, high)
+                wq = mul(splat_from(w + 4 * i), q)
+                products, energy = fma(wq, xi, products), fma(wq, q, energy)
+            scale = where_less(zeros(), energy, div(products, energy), zeros())
+            fit = mul(scale, products)
+            inverse = where_less(zeros(), fit, div(energy, products), inverse)
+        best = lane_max(fit)
+        if not best > ZERO:
+            return ZERO
+        return select_lane(scale, find_lane(fit, best))
+
+    return search
+
+
+search_scale = make_scale_search(round_to_codes)
+
+
+@subroutine
+def search_scale_and_minimum(x, w, n, top, first, step, passes, signed):
+    """Return d and m that minimise ``sum(w (x - d q - m)**2)`` over codes q from 0 to `top`.
+
+    The first candidates have `top` times `first` steps in the range of x, and `step` times `top` more from lane to
+    lane. Unless `signed`, m is 0 or less.
+    """
+    v = load(x)
+    smallest, largest, total, energy = v, v, zeros(), zeros()
+    for i in range(0, n, LANES):
+        v, wv = load(x + 4 * i), mul(load(x + 4 * i), load(w + 4 * i))
+        smallest, largest = minimum(smallest, v), maximum(largest, v)
+        total, energy = add(total, wv), fma(wv, v, energy)
+    low, high, sum_x, sum_xx, sum_w = lane_min(smallest), lane_max(largest), lane_sum(total), lane_sum(energy), ZERO
+    if low > ZERO and not signed:
+        low = ZERO
+    span = high - low
+    if span < MIN_SPAN:
+        return ZERO, low
+    sum_w = sum_weights(w, n)
+    sums_w, sums_x = splat(sum_w), splat(sum_x)
+    inverse = mul(splat(top / span), fma(lane_numbers(), splat(step), splat(first)))
+    scale, low_lanes, error = div(splat(ONE), inverse), splat(low), splat(NO_FIT)
+    for _ in range(passes):
+        offset = negative(mul(low_lanes, inverse))
+        codes, code_energy, products = zeros(), zeros(), zeros()
+        for i in range(n):
+            xi = splat_from(x + 4 * i)
+            q = round_to_codes(fma(xi, inverse, offset), ZERO, top)
+            wq = mul(splat_from(w + 4 * i), q)
+            codes, code_energy, products = add(codes, wq), fma(wq, q, code_energy), fma(wq, xi, products)
+        determinant = sub(mul(sums_w, code_energy), mul(codes, codes))
+        free_scale = div(sub(mul(sums_w, products), mul(sums_x, codes)), determinant)
+        free_low = div(sub(mul(code_energy, sums_x), mul(codes, products)), determinant)
+        if not signed:
+            free_scale = where_less(zeros(), free_low, div(products, code_energy), free_scale)
+            free_low = clamp_max(free_low, zeros())
+        scale = where_less(zeros(), determinant, free_scale, zeros())
+        low_lanes = where_less(zeros(), determinant, free_low, low_lanes)
+        inverse = where_less(zeros(), scale, div(splat(ONE), scale), zeros())
+        error = sub(splat(sum_xx), fma(scale, products, mul(low_lanes, sums_x)))
+        error = where_less(zeros(), scale, error, splat(NO_FIT))
+    best = lane_min(error)
+    if best >= NO_FIT:
+        return span / top, low
+    lane = find_lane(error, best)
+    return select_lane(scale, lane), select_lane(low_lanes, lane)
+
+
+@subroutine
+def sum_errors(x, w, n, scale, low, top):
+    """Return the weighted squared error of each lane: of codes from 0 to `top` times `scale`, plus `low`."""
+    inverse = where_less(zeros(), scale, div(splat(ONE), scale), zeros())
+    offset, error = negative(mul(low, inverse)), zeros()
+    for i in range(n):
+        xi = splat_from(x + 4 * i)
+        q = round_to_codes(fma(xi, inverse, offset), ZERO, top)
+        difference = sub(fma(scale, q, low), xi)
+        error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
+    return error
+
+
+@subroutine
+def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, limit):
+    """Return the integers from 0 to `limit` for a scale and a minimum that give the smallest error.
+
+    Compared are 16 pairs near the solution ``(scale, low)``: three scales with five minima, and one more minimum.
+
+    Returns:
+        The integer of the scale and the integer of the minimum, as float32.
+    """
+    scale_code, minimum_code = splat(ZERO), splat(ZERO)
+    if common_scale > ZERO:
+        scale_code = add(round_even(splat(scale / common_scale)), scale_steps())
+    if common_minimum > ZERO:
+        minimum_code = add(round_even(splat(-low / common_minimum)), minimum_steps())
+    scale_code = clamp_max(clamp_min(scale_code, zeros()), splat(limit))
+    minimum_code = clamp_max(clamp_min(minimum_code, zeros()), splat(limit))
+    lows = negative(mul(minimum_code, splat(common_minimum)))
+    error = sum_errors(x, w, n, mul(scale_code, splat(common_scale)), lows, top)
+    lane = find_lane(error, lane_min(error))
+    return select_lane(scale_code, lane), select_lane(minimum_code, lane)
+
+
+@subroutine
+def write_codes(x, n, scale, low, lowest, highest, to):
+    """Write a byte for each number: the nearest code from `lowest` to `highest`, minus `lowest`."""
+    if scale != ZERO:
+        inverse, offset = splat(ONE / scale), splat(-low / scale)
+        for i in range(0, n, LANES):
+            q = round_to_codes(fma(load(x + 4 * i), inverse, offset), lowest, highest)
+            store_u8_lanes(to + i, round_below_2_22(sub(q, splat(lowest))))
+    else:
+        for i in range(0, n, LANES):
+            store_u8_lanes(to + i, round_below_2_22(splat(-lowest)))
+
+
+def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
+    """Make a subroutine that chooses the stored integer of a scale, for the codes of `make_scale_search`."""
+
+    @subroutine
+    def choose(x, w, n, low, high, common_scale, scale, steps, smallest, limit):
+        """Return the integer for a scale with the smallest error, as float32.
+
+        `steps` are the differences to the rounded integer in each lane. The candidates are bounded by `smallest` and
+        `limit`.
+        """
+        if common_scale == ZERO:
+            return ZERO
+        code = round_to_codes(add(round_even(splat(scale / common_scale)), steps), smallest, limit)
+        scales, error = mul(code, splat(common_scale)), zeros()
+        inverse = where_less(zeros(), absolute(scales), div(splat(ONE), scales), zeros())
+        for i in range(n):
+            xi = splat_from(x + 4 * i)
+            difference = sub(mul(scales, round_lanes(mul(xi, inverse), low, high)), xi)
+            error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
+        return select_lane(code, find_lane(error, lane_min(error)))
+
+    return choose
+
+
+choose_signed_scale = make_scale_choice(round_to_codes)

@@ -1,0 +1,206 @@
+"""Quantisers of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which are blocks of 32 numbers with their own scale, and of BF16.
+
+Without importances the range of a block determines its scale, and the bytes are the result of ``quantize_row_*_ref`` in
+ggml-quants.c. With importances, which may be equal, the scale has the smallest weighted error.
+"""
+
+from __future__ import annotations
+
+from ...compilation.compiler import kernel, subroutine
+from ...simd.half_memory import store_f16, store_first_bf16
+from ...simd.vectors import (
+    LANES,
+    absolute,
+    add,
+    and_int,
+    greater_bits,
+    lane_max,
+    lane_min,
+    load,
+    load_first_lanes,
+    load_u8_lanes,
+    maximum,
+    minimum,
+    mul,
+    or_int,
+    round_away,
+    round_below_2_22,
+    round_to_zero,
+    shift_left,
+    splat,
+    splat_int,
+    store_byte,
+    store_u8_lanes,
+    sub,
+    to_float,
+)
+from ...steps.partition import compute_thread_range
+from .scale_search import (
+    ONE,
+    ZERO,
+    find_peak,
+    round_to_codes,
+    search_scale,
+    search_scale_and_minimum,
+    single,
+    spread_two_sides,
+    write_codes,
+    write_error_weights,
+)
+from .super_blocks import ARGS, CODES, FIRST, SCRATCH_BYTES, STEP, WEIGHTS
+
+BLOCK = 32
+HALF, LARGEST_INT8 = single(0.5), single(127)
+
+
+@subroutine
+def find_inverse(scale):
+    """Return ``1 / scale``, or 0 for 0."""
+    return ONE / scale if scale != ZERO else ZERO
+
+
+@subroutine
+def round_up_from_half(v, top):
+    """Write codes: truncate numbers that are 0 or more after the addition of 0.5, up to `top`."""
+    return round_to_codes(round_to_zero(v), ZERO, top)
+
+
+@subroutine
+def write_symmetric_block(x, importance, scratch, middle, d):
+    """Write codes from 0 to ``2 * middle - 1`` to `scratch`, and the scale to `d`; code `middle` is 0."""
+    codes = scratch + CODES
+    if importance == 0:
+        scale = find_peak(x, BLOCK) / -middle
+        inverse, shift = splat(find_inverse(scale)), splat(middle + HALF)
+        for i in range(0, BLOCK, LANES):
+            q = round_up_from_half(add(mul(load(x + 4 * i), inverse), shift), middle + middle - ONE)
+            store_u8_lanes(codes + i, round_below_2_22(q))
+    else:
+        write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
+        spread = spread_two_sides(-middle, middle - ONE, single(0.86), single(0.04))
+        scale = search_scale(x, scratch + WEIGHTS, BLOCK, -middle, middle - ONE, spread, 3)
+        write_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
+    store_f16(d, splat(scale))
+
+
+@subroutine
+def write_block_with_minimum(x, importance, scratch, top, d, m):
+    """Write codes from 0 to `top` to `scratch`, the scale to `d` and the minimum to `m`."""
+    codes = scratch + CODES
+    if importance == 0:
+        first, second = load(x), load(x + 4 * LANES)
+        low = lane_min(minimum(first, second))
+        scale = (lane_max(maximum(first, second)) - low) / top
+        inverse, shift = splat(find_inverse(scale)), splat(HALF)
+        for i in range(0, BLOCK, LANES):
+            q = round_up_from_half(add(mul(sub(load(x + 4 * i), splat(low)), inverse), shift), top)
+            store_u8_lanes(codes + i, round_below_2_22(q))
+    else:
+        write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
+        scale, low = search_scale_and_minimum(x, scratch + WEIGHTS, BLOCK, top, FIRST, STEP, 3, True)
+        write_codes(x, BLOCK, scale, low, ZERO, top, codes)
+    store_f16(d, splat(scale))
+    store_f16(m, splat(low))
+
+
+@subroutine
+def store_halves(codes, y):
+    """Store the low 4 bits of 32 codes: codes i and ``i + 16`` share a byte."""
+    low, high = load_u8_lanes(codes), load_u8_lanes(codes + 16)
+    low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
+    store_u8_lanes(y, or_int(low, high))
+
+
+@subroutine
+def store_fifth_bits(codes, y):
+    """Store bit 4 of 32 codes as 32 bits."""
+    for h in range(2):
+        bits = greater_bits(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
+        store_byte(y + 2 * h, bits & 255)
+        store_byte(y + 2 * h + 1, bits >> 8)
+
+
+@kernel
+def quantise_q4_0(a, thread, threads):
+    """Quantise rows to Q4_0."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, weights = y + (i * columns + c) // BLOCK * 18, importance + 4 * c if importance != 0 else 0
+            write_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(8), block)
+            store_halves(scratch + CODES, block + 2)
+    return 0
+
+
+@kernel
+def quantise_q4_1(a, thread, threads):
+    """Quantise rows to Q4_1."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, weights = y + (i * columns + c) // BLOCK * 20, importance + 4 * c if importance != 0 else 0
+            write_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(15), block, block + 2)
+            store_halves(scratch + CODES, block + 4)
+    return 0
+
+
+@kernel
+def quantise_q5_0(a, thread, threads):
+    """Quantise rows to Q5_0."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, weights = y + (i * columns + c) // BLOCK * 22, importance + 4 * c if importance != 0 else 0
+            write_symmetric_block(x + 4 * (i * columns + c), weights, scratch, single(16), block)
+            store_fifth_bits(scratch + CODES, block + 2)
+            store_halves(scratch + CODES, block + 6)
+    return 0
+
+
+@kernel
+def quantise_q5_1(a, thread, threads):
+    """Quantise rows to Q5_1."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, weights = y + (i * columns + c) // BLOCK * 24, importance + 4 * c if importance != 0 else 0
+            write_block_with_minimum(x + 4 * (i * columns + c), weights, scratch, single(31), block, block + 2)
+            store_fifth_bits(scratch + CODES, block + 4)
+            store_halves(scratch + CODES, block + 8)
+    return 0
+
+
+@kernel
+def quantise_q8_0(a, thread, threads):
+    """Quantise rows to Q8_0; importances change nothing."""
+    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, BLOCK):
+            block, source = y + (i * columns + c) // BLOCK * 34, x + 4 * (i * columns + c)
+            low, high = load(source), load(source + 4 * LANES)
+            scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
+            inverse = splat(find_inverse(scale))
+            store_f16(block, splat(scale))
+            store_u8_lanes(block + 2, round_below_2_22(round_away(mul(low, inverse))))
+            store_u8_lanes(block + 2 + LANES, round_below_2_22(round_away(mul(high, inverse))))
+    return 0
+
+
+@kernel
+def round_bf16(a, thread, threads):
+    """Round rows to bfloat16, ties to even; importances change nothing."""
+    x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first * columns, end * columns, LANES):
+        count = min(LANES, end * columns - i)
+        store_first_bf16(y + 2 * i, load_first_lanes(x + 4 * i, count), count)
+    return 0

@@ -1,0 +1,303 @@
+"""Quantisers of the K types: super-blocks of 256 numbers, with an integer scale for each block of 16 or 32.
+
+Layouts: ``ggml-common.h`` of llama.cpp, as in `hocket.ops.quantisation`.
+"""
+
+from __future__ import annotations
+
+from ...compilation.compiler import kernel, subroutine
+from ...compilation.kernel_args import declare_args
+from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.half_memory import store_f16
+from ...simd.vectors import (
+    LANES,
+    add_int,
+    and_int,
+    load_byte,
+    load_scalar,
+    load_u8_lanes,
+    or_int,
+    shift_left,
+    shift_right,
+    splat,
+    splat_int,
+    store_byte,
+    store_scalar,
+    store_u8_lanes,
+)
+from ...steps.partition import compute_thread_range
+from .scale_search import (
+    ZERO,
+    choose_signed_scale,
+    choose_stored_pair,
+    search_scale,
+    search_scale_and_minimum,
+    single,
+    spread_one_side,
+    spread_two_sides,
+    sum_weights,
+    write_codes,
+    write_error_weights,
+)
+
+ARGS = declare_args("x y importance rows columns scratch")
+"""Addresses of float32 rows, of the stored rows, and of one float32 for each column, or 0; and `SCRATCH_BYTES` for each
+thread."""
+SUPER_BLOCK = 256
+WEIGHTS, CODES, SCALES, MINIMA, STRENGTHS, SCALE_CODES, MINIMUM_CODES = 0, 1024, 1280, 1344, 1408, 1472, 1488
+SCRATCH_BYTES = 2048
+"""Bytes of scratch memory of one thread; the names above are offsets in it."""
+FEW_BITS_FIRST, FEW_BITS_STEP = single(0.75), single(0.06)
+"""Factors of the first candidates of 2 bits."""
+FIRST, STEP = single(0.92), single(0.012)
+COMMON_FIRST, COMMON_STEP = single(0.985), single(0.002)
+integer_steps = make_lane_constant([*range(-8, 8)])
+
+
+@subroutine
+def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin):
+    """Quantise a super-block with scales and minima in blocks of `size`; write codes and integers to `scratch`.
+
+    `limit` is the largest integer of a scale or minimum. The common scale and minimum are written to `d` and `dmin`.
+    """
+    w, count = scratch + WEIGHTS, SUPER_BLOCK // size
+    write_error_weights(x, importance, w, SUPER_BLOCK)
+    for j in range(count):
+        scale, low = search_scale_and_minimum(x + 4 * size * j, w + 4 * size * j, size, top, first, step, 3, False)
+        store_scalar(scratch + SCALES + 4 * j, scale)
+        store_scalar(scratch + MINIMA + 4 * j, -low)
+        store_scalar(scratch + STRENGTHS + 4 * j, sum_weights(w + 4 * size * j, size))
+    for j in range(count, LANES):
+        store_scalar(scratch + SCALES + 4 * j, ZERO)
+        store_scalar(scratch + MINIMA + 4 * j, ZERO)
+        store_scalar(scratch + STRENGTHS + 4 * j, ZERO)
+    numerators = spread_one_side(limit, COMMON_FIRST, COMMON_STEP)
+    strengths = scratch + STRENGTHS
+    common = round_scalar_to_half(search_scale(scratch + SCALES, strengths, LANES, ZERO, limit, numerators, 2))
+    unit = round_scalar_to_half(search_scale(scratch + MINIMA, strengths, LANES, ZERO, limit, numerators, 2))
+    store_f16(d, splat(common))
+    store_f16(dmin, splat(unit))
+    for j in range(count):
+        xj = x + 4 * size * j
+        scale_code, minimum_code = choose_stored_pair(
+            xj,
+            w + 4 * size * j,
+            size,
+            top,
+            common,
+            unit,
+            load_scalar(scratch + SCALES + 4 * j),
+            -load_scalar(scratch + MINIMA + 4 * j),
+            limit,
+        )
+        store_byte(scratch + SCALE_CODES + j, to_int(scale_code))
+        store_byte(scratch + MINIMUM_CODES + j, to_int(minimum_code))
+        low = -(minimum_code * unit)
+        write_codes(xj, size, scale_code * common, low, ZERO, top, scratch + CODES + size * j)
+
+
+@subroutine
+def store_6_bit_pairs(scratch, y):
+    """Store 8 scales and 8 minima of 6 bits in 12 bytes (``get_scale_min_k4`` of ggml reads them)."""
+    for j in range(4):
+        scale, minimum = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + MINIMUM_CODES + j)
+        later, later_minimum = load_byte(scratch + SCALE_CODES + 4 + j), load_byte(scratch + MINIMUM_CODES + 4 + j)
+        store_byte(y + j, scale | (later >> 4) << 6)
+        store_byte(y + 4 + j, minimum | (later_minimum >> 4) << 6)
+        store_byte(y + 8 + j, (later & 15) | (later_minimum & 15) << 4)
+
+
+@subroutine
+def join_fields(p, distance, width, mask):
+    """Return fields of `width` bits from codes that are `distance` bytes apart, as many as fill a byte."""
+    out = and_int(load_u8_lanes(p), splat_int(mask))
+    for k in range(1, 8 // width):
+        out = or_int(out, shift_left(and_int(load_u8_lanes(p + distance * k), splat_int(mask)), splat_int(width * k)))
+    return out
+
+
+@subroutine
+def join_high_bits(p, distance, width, above, count):
+    """Return `count` fields of the `width` bits above bit `above` of codes that are `distance` bytes apart."""
+    out = splat_int(0)
+    for k in range(count):
+        field = shift_right(load_u8_lanes(p + distance * k), splat_int(above))
+        out = or_int(out, shift_left(and_int(field, splat_int((1 << width) - 1)), splat_int(width * k)))
+    return out
+
+
+@subroutine
+def store_2_bit_codes(codes, y):
+    """Store the low 2 bits of 256 codes: four codes that are 32 apart share a byte."""
+    for h in range(0, 2):
+        for c in range(0, 32, LANES):
+            store_u8_lanes(y + 32 * h + c, join_fields(codes + 128 * h + c, 32, 2, 3))
+
+
+@subroutine
+def store_4_bit_codes(codes, y):
+    """Store the low 4 bits of 256 codes: two codes that are 32 apart share a byte."""
+    for h in range(0, 4):
+        for c in range(0, 32, LANES):
+            store_u8_lanes(y + 32 * h + c, join_fields(codes + 64 * h + c, 32, 4, 15))
+
+
+@kernel
+def quantise_q2_k(a, thread, threads):
+    """Quantise rows to Q2_K: scales and minima of 4 bits for 16 numbers."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 84
+            weights = importance + 4 * c if importance != 0 else 0
+            source = x + 4 * (i * columns + c)
+            search_pairs(
+                source,
+                weights,
+                scratch,
+                16,
+                single(3),
+                FEW_BITS_FIRST,
+                FEW_BITS_STEP,
+                single(15),
+                block + 80,
+                block + 82,
+            )
+            scales, minima = load_u8_lanes(scratch + SCALE_CODES), load_u8_lanes(scratch + MINIMUM_CODES)
+            store_u8_lanes(block, or_int(scales, shift_left(minima, splat_int(4))))
+            store_2_bit_codes(scratch + CODES, block + 16)
+    return 0
+
+
+@kernel
+def quantise_q4_k(a, thread, threads):
+    """Quantise rows to Q4_K: scales and minima of 6 bits for 32 numbers."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 144
+            weights = importance + 4 * c if importance != 0 else 0
+            source = x + 4 * (i * columns + c)
+            search_pairs(source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2)
+            store_6_bit_pairs(scratch, block + 4)
+            store_4_bit_codes(scratch + CODES, block + 16)
+    return 0
+
+
+@kernel
+def quantise_q5_k(a, thread, threads):
+    """Quantise rows to Q5_K: scales and minima of 6 bits for 32 numbers, and fifth bits of codes in planes."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 176
+            weights = importance + 4 * c if importance != 0 else 0
+            source = x + 4 * (i * columns + c)
+            search_pairs(source, weights, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2)
+            store_6_bit_pairs(scratch, block + 4)
+            for k in range(0, 32, LANES):
+                store_u8_lanes(block + 16 + k, join_high_bits(scratch + CODES + k, 32, 1, 4, 8))
+            store_4_bit_codes(scratch + CODES, block + 48)
+    return 0
+
+
+@subroutine
+def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
+    """Quantise a super-block with a signed scale for 16 numbers; write codes and integers to `scratch`.
+
+    `smallest` and `limit` bound the integers of the scales. The common scale is written to `d`. Integers are written
+    minus `smallest`, so that they are positive.
+    """
+    w = scratch + WEIGHTS
+    write_error_weights(x, importance, w, SUPER_BLOCK)
+    for j in range(LANES):
+        scale = search_scale(x + 64 * j, w + 64 * j, LANES, lowest, highest, numerators, 3)
+        store_scalar(scratch + SCALES + 4 * j, scale)
+        store_scalar(scratch + STRENGTHS + 4 * j, sum_weights(w + 64 * j, LANES))
+    spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
+    common = search_scale(scratch + SCALES, scratch + STRENGTHS, LANES, smallest, limit, spread, 2)
+    common = round_scalar_to_half(common)
+    store_f16(d, splat(common))
+    for j in range(LANES):
+        scale = load_scalar(scratch + SCALES + 4 * j)
+        code = choose_signed_scale(
+            x + 64 * j, w + 64 * j, LANES, lowest, highest, common, scale, integer_steps(), smallest, limit
+        )
+        store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
+        write_codes(x + 64 * j, LANES, code * common, ZERO, lowest, highest, scratch + CODES + 16 * j)
+
+
+@kernel
+def quantise_q3_k(a, thread, threads):
+    """Quantise rows to Q3_K: signed scales of 6 bits for 16 numbers, and third bits of codes in planes."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 110
+            weights = importance + 4 * c if importance != 0 else 0
+            spread = spread_two_sides(single(-4), single(3), single(0.8), single(0.08))
+            search_signed_scales(
+                x + 4 * (i * columns + c),
+                weights,
+                scratch,
+                single(-4),
+                single(3),
+                single(-32),
+                single(31),
+                spread,
+                block + 108,
+            )
+            for k in range(0, 32, LANES):
+                store_u8_lanes(block + k, join_high_bits(scratch + CODES + k, 32, 1, 2, 8))
+            store_2_bit_codes(scratch + CODES, block + 32)
+            for j in range(8):
+                low, high = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + SCALE_CODES + 8 + j)
+                store_byte(block + 96 + j, (low & 15) | (high & 15) << 4)
+            for j in range(4):
+                bits = 0
+                for k in range(4):
+                    bits |= (load_byte(scratch + SCALE_CODES + 4 * k + j) >> 4) << (2 * k)
+                store_byte(block + 104 + j, bits)
+    return 0
+
+
+@kernel
+def quantise_q6_k(a, thread, threads):
+    """Quantise rows to Q6_K: signed scales of 8 bits for 16 numbers."""
+    x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
+    scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 210
+            weights = importance + 4 * c if importance != 0 else 0
+            spread = spread_one_side(single(-32), single(0.96), single(0.006))
+            search_signed_scales(
+                x + 4 * (i * columns + c),
+                weights,
+                scratch,
+                single(-32),
+                single(31),
+                single(-128),
+                single(127),
+                spread,
+                block + 208,
+            )
+            codes = scratch + CODES
+            for h in range(2):
+                for k in range(0, 64, LANES):
+                    store_u8_lanes(block + 64 * h + k, join_fields(codes + 128 * h + k, 64, 4, 15))
+                for k in range(0, 32, LANES):
+                    high = join_high_bits(codes + 128 * h + k, 32, 2, 4, 4)
+                    store_u8_lanes(block + 128 + 32 * h + k, high)
+            shifted = add_int(load_u8_lanes(scratch + SCALE_CODES), splat_int(-128))
+            store_u8_lanes(block + 192, shifted)
+    return 0

@@ -1,0 +1,154 @@
+"""``hocket quantize``, as in ``llama-quantize``: a model file with other weight dtypes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ...graph.dtypes import DTYPE_BY_NAME, DType
+from ...graph.storage.files import check_writable
+from ...graph.validation import did_you_mean
+from ..gguf import open_gguf
+from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
+from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_file_type
+from ..quantisation.importance import read_importance_matrix
+from ..quantisation.type_choice import TypeRequest
+from ..terminal.arguments import parse_positive
+from ..terminal.compile_progress import show_compile_progress
+from ..terminal.output import write_data, write_log_line
+
+MEBIBYTE = 1 << 20
+
+
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
+    add("model", metavar="IN", help="GGUF file of f32, f16 or bf16 weights; of several files the first one")
+    add("output", metavar="OUT", help="GGUF file to write")
+    add("type", metavar="TYPE", help=describe_file_types())
+    add("--pure", action="store_true", help="give all matrices the same dtype, without the mixture of the type")
+    add(
+        "--tensor-type",
+        type=parse_tensor_type,
+        action="append",
+        default=[],
+        metavar="REGEX=DTYPE",
+        help="dtype of tensors with a matching name, as 'ffn_down=q6_k'. May be repeated; the first match applies",
+    )
+    add("--output-tensor-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the output matrix")
+    add("--token-embedding-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the token embedding")
+    add("--leave-output-tensor", action="store_true", help="keep the dtype of output.weight")
+    add("--imatrix", metavar="FILE", help="importance matrix in GGUF form; errors of important columns count more")
+    add("--allow-requantize", action="store_true", help="quantise weights that are quantised already")
+    add("--keep-split", action="store_true", help="write as many files as the model has")
+    add("--dry-run", action="store_true", help="print the dtypes and the size, and write nothing")
+    add("-t", "--threads", type=parse_positive, metavar="N", help="threads (all processors)")
+
+
+def describe_file_types() -> str:
+    """Return the types as text, grouped by the bits in their names."""
+    groups: dict[str, list[str]] = {}
+    for name in FILE_TYPES:
+        bits = next(c for c in name if c.isdigit())
+        groups.setdefault(f"{bits} bits" if FILE_TYPES[name].dtype.is_quantised else "Floats", []).append(name)
+    return "type of the file. " + ". ".join(f"{title}: {', '.join(names)}" for title, names in groups.items())
+
+
+def parse_dtype_name(text: str) -> DType:
+    """Return the dtype of a name in any case that can be written; raise `argparse.ArgumentTypeError` for another."""
+    dtype = find_writable_dtype(text)
+    if dtype is None:
+        names = {name.lower(): name for name in DTYPE_BY_NAME}
+        if text.lower() in names:
+            raise argparse.ArgumentTypeError(f"{names[text.lower()]} has no quantiser; need a dtype as q8_0 or q4_k")
+        hint = did_you_mean(text.lower(), names) or "; need a dtype as q8_0 or q4_k"
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no dtype of weights{hint}")
+    return dtype
+
+
+def parse_tensor_type(text: str) -> tuple[re.Pattern[str], DType]:
+    """Return a pattern and a dtype of ``REGEX=DTYPE``; raise `argparse.ArgumentTypeError` for another text."""
+    pattern, equals, name = text.rpartition("=")
+    if not equals or not pattern:
+        raise argparse.ArgumentTypeError(f"got {text!r:.80}; need a pattern and a dtype, as in ffn_down=q6_k")
+    try:
+        return re.compile(pattern), parse_dtype_name(name)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{pattern!r:.80} is no regular expression ({error})") from None
+
+
+@show_compile_progress()
+def run(args: argparse.Namespace) -> int:
+    file_type, model = parse_file_type(args.type), open_gguf(args.model)
+    request = TypeRequest(
+        file_type,
+        is_pure=args.pure,
+        overrides=args.tensor_type,
+        output_dtype=args.output_tensor_type,
+        embedding_dtype=args.token_embedding_type,
+        keeps_output=args.leave_output_tensor,
+    )
+    importance = read_importance_matrix(args.imatrix) if args.imatrix else None
+    if not args.dry_run:
+        check_writable(args.output)
+    plan = plan_conversion(model, request, importance, requantises=args.allow_requantize or args.dry_run)
+    _report_exceptions(plan)
+    if args.dry_run:
+        write_data(describe_plan(plan, every_tensor=True))
+        return 0
+    with tqdm(total=plan.element_count, desc="quantize", unit="w", unit_scale=True, leave=False, disable=None) as bar:
+        paths = write_model(
+            plan,
+            Path(args.output),
+            threads=args.threads or os.cpu_count() or 1,
+            keeps_split=args.keep_split,
+            report=bar.update,
+        )
+    names = f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
+    write_data(f"{names}\n{describe_plan(plan, every_tensor=False)}")
+    return 0
+
+
+def _report_exceptions(plan: ConversionPlan) -> None:
+    """Print the tensors that have another dtype because of their shape, and weights without importances."""
+    for (required, dtype), cases in group_unfitting(plan).items():
+        first = cases[0].tensor
+        others = f" and {len(cases) - 1} others" if len(cases) > 1 else ""
+        write_log_line(
+            f"{first.name}{others}: {required} needs rows of a multiple of {required.block}, got {first.shape[-1]}; "
+            f"stored as {dtype}"
+        )
+    missing = plan.list_without_importance()
+    if missing and plan.importance is not None:
+        first = missing[0].tensor
+        write_log_line(f"{plan.importance.path}: has no importances for {len(missing)} weights, as {first.name}")
+
+
+def group_unfitting(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:
+    """Return the conversions to another dtype than the required one, by both dtypes."""
+    groups: dict[tuple[DType, DType], list[TensorConversion]] = {}
+    for c in plan.list_unfitting():
+        groups.setdefault((c.required, c.dtype), []).append(c)
+    return groups
+
+
+def describe_plan(plan: ConversionPlan, *, every_tensor: bool) -> str:
+    """Return the dtypes and the sizes of a plan as text."""
+    lines = []
+    if every_tensor:
+        for c in plan.conversions:
+            shape = "×".join(map(str, c.tensor.shape))
+            lines.append(f"{c.tensor.name}  {shape}  {c.tensor.dtype} -> {c.dtype}")
+    elements: Counter[DType] = Counter()
+    for c in plan.conversions:
+        elements[c.dtype] += c.element_count
+    share = ", ".join(f"{dtype} {count / plan.element_count:.1%}" for dtype, count in elements.most_common())
+    lines.append(f"weights: {share}")
+    for title, nbytes in (("before", plan.source_bytes), ("after", plan.nbytes)):
+        bits = 8 * nbytes / plan.element_count
+        lines.append(f"{title}: {nbytes / MEBIBYTE:.1f} MiB, {bits:.2f} bits per weight")
+    return "\n".join(lines) + "\n"

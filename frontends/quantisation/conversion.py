@@ -1,0 +1,274 @@
+"""The conversion of a model to other weight dtypes: a plan of all tensors, and the files that it writes.
+
+Tensors are converted one after another, in parts of `PART_ELEMENTS`, by several threads. A few parts for each
+thread are in memory. A file gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
+from ...graph.dtypes import DType
+from ...graph.lazy_dataclass import dataclass
+from ...graph.storage.files import check_writable, replacing
+from ...ops.quantisation import dequantise
+from ..errors import ModelError
+from ..gguf.mapped_file import format_name
+from ..gguf.metadata import MetadataType
+from ..gguf.reader import DEFAULT_ALIGNMENT, Gguf
+from ..gguf.tensor import Tensor
+from ..gguf.writer import (
+    TensorDescription,
+    encode_header,
+    encode_pair,
+    name_split_file,
+    read_encoded_pairs,
+    write_tensor,
+)
+from .importance import ImportanceMatrix, Importances
+from .type_choice import EMBEDDING_NAMES, ModelFacts, TypeRequest, choose_dtypes, fit_dtype
+
+PART_ELEMENTS = 1 << 20
+"""Elements that a thread converts at a time."""
+PARTS_PER_THREAD = 3
+"""Parts in memory for each thread: one that is converted, and others that wait for the file."""
+QUANTISATION_VERSION = 2
+"""The version of block layouts in written files (``GGML_QNT_VERSION``)."""
+MAX_FLOAT16 = 65504.0
+FILE_NAME_BYTES = 127
+"""Bytes of a file name in the metadata."""
+Progress = Callable[[int], object]
+"""Called with the numbers of elements that have been written since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorConversion:
+    """A tensor of the model, the dtype that it was meant to get, and the dtype that fits its rows."""
+
+    tensor: Tensor
+    required: DType
+    dtype: DType
+
+    @property
+    def description(self) -> TensorDescription:
+        """The tensor in the written file."""
+        return TensorDescription(self.tensor.name, self.tensor.shape, self.dtype)
+
+    @property
+    def element_count(self) -> int:
+        return prod(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """The conversions of all tensors of a model, in the order of its files."""
+
+    model: Gguf
+    request: TypeRequest
+    conversions: Sequence[TensorConversion]
+    importance: ImportanceMatrix | None
+
+    @property
+    def element_count(self) -> int:
+        """Elements of all tensors."""
+        return sum(c.element_count for c in self.conversions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors after the conversion."""
+        return sum(c.description.nbytes for c in self.conversions)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors before the conversion."""
+        return sum(c.tensor.nbytes for c in self.conversions)
+
+    def list_unfitting(self) -> list[TensorConversion]:
+        """Return the conversions to another dtype than the required one, because of the shape of the tensor."""
+        return [c for c in self.conversions if c.dtype is not c.required]
+
+    def list_without_importance(self) -> list[TensorConversion]:
+        """Return the conversions to quantised dtypes that have no importances, although there are some for others."""
+        if self.importance is None:
+            return []
+        changed = (c for c in self.conversions if c.dtype is not c.tensor.dtype and c.dtype.is_quantised)
+        return [c for c in changed if self.importance.find(c.tensor) is None]
+
+
+def plan_conversion(
+    model: Gguf, request: TypeRequest, importance: ImportanceMatrix | None = None, *, requantises: bool = False
+) -> ConversionPlan:
+    """Choose the dtype of each tensor and check that the conversion is possible.
+
+    Args:
+        model: The model to convert.
+        request: The wishes of the user.
+        importance: Importances of the columns of weights.
+        requantises: Whether quantised tensors may be quantised again, which adds their errors.
+
+    Raises:
+        ModelError: A quantised tensor would be quantised again, or importances are missing or have wrong shapes.
+    """
+    facts = read_facts(model, has_importances=importance is not None)
+    dtypes = choose_dtypes(model.tensors.values(), request, facts)
+    conversions = [
+        TensorConversion(t, dtypes[t.name], fit_dtype(dtypes[t.name], t.shape[-1])) for t in model.tensors.values()
+    ]
+    for c in conversions:
+        name = format_name(c.tensor.name)
+        if c.dtype is not c.tensor.dtype and c.tensor.dtype.is_quantised and not requantises:
+            raise ModelError(
+                f"{format_name(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second rounding "
+                "adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
+            )
+        found = importance.find(c.tensor) if importance is not None else None
+        needs = request.file_type.name == "Q2_K_S" and c.dtype is DType.Q2_K
+        if needs and found is None and c.tensor.name not in (*EMBEDDING_NAMES, "output.weight"):
+            raise ModelError(
+                f"tensor {name}: type Q2_K_S needs importances of its columns; give --imatrix FILE, or use Q2_K"
+            )
+    return ConversionPlan(model, request, conversions, importance)
+
+
+def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
+    """Return the facts of a model that mixtures read; missing metadata give the facts of a simple model."""
+    architecture = model.get("general.architecture", str, "")
+    layers = model.get(f"{architecture}.block_count", int, 0)
+    heads, key_heads = (
+        _read_first(model, f"{architecture}.attention.{key}") for key in ("head_count", "head_count_kv")
+    )
+    if key_heads is None:  # the default of the format
+        key_heads = heads
+    groups = heads // key_heads if heads and key_heads else 0
+    experts = model.get(f"{architecture}.expert_count", int, 0)
+    return ModelFacts(architecture, layers, experts, groups, has_importances)
+
+
+def _read_first(model: Gguf, key: str) -> int | None:
+    """Return a number, or the number of the first layer."""
+    return model.per_layer(key, int, 1)[0] if key in model.metadata else None
+
+
+def write_model(
+    plan: ConversionPlan, path: Path, *, threads: int, keeps_split: bool = False, report: Progress = lambda count: None
+) -> list[Path]:
+    """Write the converted model and return the paths of its files.
+
+    Args:
+        plan: The conversions.
+        path: The file, or with `keeps_split` the name to which part numbers are added.
+        threads: Threads that convert.
+        keeps_split: Whether the model is written in as many files as it has now.
+        report: Called after each part.
+
+    Raises:
+        ModelError: A weight has a value that the dtype cannot hold.
+        OSError: A file cannot be written. Then no file has changed.
+    """
+    groups = _split_by_file(plan) if keeps_split else [list(plan.conversions)]
+    count = len(groups)
+    paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
+    for one in paths:
+        check_writable(one)
+    pairs, alignment = _make_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
+    compile_quantisers({c.dtype for c in plan.conversions})
+    with ExitStack() as stack:
+        pool = ThreadPoolExecutor(threads)
+        files = [stack.enter_context(replacing(one, durable=True)) for one in paths]
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for i, (file, group) in enumerate(zip(files, groups, strict=True)):
+            own = (pairs if i == 0 else {}) | (_make_split_pairs(i, count, len(plan.conversions)) if count > 1 else {})
+            if i and alignment != DEFAULT_ALIGNMENT:
+                own["general.alignment"] = pairs["general.alignment"]
+            file.write(encode_header(own, [c.description for c in group], alignment))
+            for c in group:
+                parts = _convert(c, plan.importance, pool, threads, report)
+                write_tensor(file, c.description, parts, alignment)
+                c.tensor.release()
+    return paths
+
+
+def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
+    """Return the conversions of each file of the model."""
+    groups: dict[Path, list[TensorConversion]] = {path: [] for path in plan.model.part_paths}
+    for c in plan.conversions:
+        groups[c.tensor.file.path].append(c)
+    return list(groups.values())
+
+
+def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
+    """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
+    pairs = {k: v for k, v in read_encoded_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")}
+    values: list[tuple[str, MetadataType, int | str]] = [
+        ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),
+        ("general.file_type", MetadataType.UINT32, plan.request.file_type.number),
+    ]
+    if plan.importance is not None:
+        name = plan.importance.path.name.encode()[:FILE_NAME_BYTES].decode(errors="ignore")
+        values += [
+            ("quantize.imatrix.file", MetadataType.STRING, name),
+            ("quantize.imatrix.entries_count", MetadataType.UINT32, len(plan.importance.columns)),
+        ]
+        if plan.importance.chunk_count is not None:
+            values.append(("quantize.imatrix.chunks_count", MetadataType.UINT32, plan.importance.chunk_count))
+    return pairs | {key: encode_pair(key, kind, value) for key, kind, value in values}
+
+
+def _make_split_pairs(number: int, count: int, tensors: int) -> dict[str, bytes]:
+    return {
+        "split.no": encode_pair("split.no", MetadataType.UINT16, number),
+        "split.count": encode_pair("split.count", MetadataType.UINT16, count),
+        "split.tensors.count": encode_pair("split.tensors.count", MetadataType.INT32, tensors),
+    }
+
+
+def _convert(
+    c: TensorConversion, importance: ImportanceMatrix | None, pool: ThreadPoolExecutor, threads: int, report: Progress
+) -> Iterator[np.ndarray]:
+    """Yield the stored elements of a converted tensor in parts; threads convert the next parts meanwhile."""
+    raw = c.tensor.raw
+    columns = importance.find(c.tensor) if importance is not None else None
+    width, matrix_rows = c.tensor.shape[-1], c.tensor.shape[-2] if len(c.tensor.shape) > 1 else 1
+    rows, step = raw.reshape(-1, raw.shape[-1]), max(1, PART_ELEMENTS // width)
+    waiting: deque[tuple[int, Future[np.ndarray]]] = deque()
+    for matrix in range(len(rows) // matrix_rows):
+        own = None if columns is None else columns[matrix]
+        end = (matrix + 1) * matrix_rows
+        for first in range(matrix * matrix_rows, end, step):
+            part = rows[first : min(end, first + step)]
+            waiting.append((part.shape[0] * width, pool.submit(partial(_convert_rows, c, part, own))))
+            if len(waiting) > PARTS_PER_THREAD * threads:
+                yield from _take_first(waiting, report)
+    while waiting:
+        yield from _take_first(waiting, report)
+
+
+def _take_first(waiting: deque[tuple[int, Future[np.ndarray]]], report: Progress) -> Iterator[np.ndarray]:
+    count, future = waiting.popleft()
+    yield future.result()
+    report(count)
+
+
+def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances | None) -> np.ndarray:
+    """Return rows in the storage form of the new dtype; raise `ModelError` for a value that it cannot hold."""
+    if c.dtype is c.tensor.dtype:
+        return np.ascontiguousarray(rows)
+    x = dequantise(rows, c.tensor.dtype)
+    largest = max(float(x.max()), -float(x.min()))  # NaN if one of them is
+    limit = MAX_FLOAT16 if c.dtype.is_quantised or c.dtype is DType.F16 else float(np.finfo(np.float32).max)
+    if not largest <= limit:
+        problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
+        raise ModelError(
+            f"{format_name(str(c.tensor.file.path))}: tensor {format_name(c.tensor.name)} has a value of {problem}; "
+            f"{c.dtype} needs magnitudes up to {limit:g}; repair the model, or keep the tensor with --tensor-type"
+        )
+    return quantise_rows(x, c.dtype, importance)

@@ -1,0 +1,313 @@
+"""The dtype of each tensor of a written file: the mixtures of llama-quantize, and the user's exceptions.
+
+A mixture gives more bits to tensors with important errors. Its rules read the part of the model that a tensor is,
+the position of its layer, and three facts of the architecture. Source of the facts: llama-quant.cpp of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+from ...graph.dtypes import DType
+from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError
+from .file_types import FileType
+
+
+class ModelPart(Enum):
+    """The part of a model that a tensor is, as far as mixtures distinguish parts."""
+
+    OUTPUT = "output"
+    EMBEDDING = "token_embd"
+    FUSED_QKV = "attn_qkv"
+    LATENT_KV = "attn_kv_b"
+    VALUE = "attn_v"
+    KEY = "attn_k"
+    QUERY = "attn_q"
+    ATTENTION_OUTPUT = "attn_output"
+    UP = "ffn_up"
+    GATE = "ffn_gate"
+    DOWN = "ffn_down"
+    OTHER = "other"
+
+
+EMBEDDING_NAMES = ("token_embd.weight", "per_layer_token_embd.weight")
+PARTS_BY_PATTERN = (
+    ("attn_qkv.weight", ModelPart.FUSED_QKV),
+    ("attn_kv_b.weight", ModelPart.LATENT_KV),
+    ("attn_v.weight", ModelPart.VALUE),
+    ("attn_k.weight", ModelPart.KEY),
+    ("attn_q.weight", ModelPart.QUERY),
+    ("attn_output.weight", ModelPart.ATTENTION_OUTPUT),
+    ("ffn_up", ModelPart.UP),
+    ("ffn_gate", ModelPart.GATE),
+    ("ffn_down", ModelPart.DOWN),
+)
+VALUE_PARTS = (ModelPart.VALUE, ModelPart.FUSED_QKV, ModelPart.LATENT_KV)
+"""Parts that hold the value matrix of attention."""
+EXCLUDED_NAMES = (
+    *("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj"),
+    *("ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight"),
+    *(
+        f"time_mix_{name}.weight"
+        for name in ("first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2", "g1", "g2")
+    ),
+    *("time_mix_decay_w1.weight", "time_mix_decay_w2.weight", "time_mix_lerp_fused.weight", "attn_rel_b.weight"),
+    *(".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger"),
+    *("a.rvq.codebook", "mm.a.code_embd"),
+)
+"""Parts of names of tensors that keep their dtype: small tensors, and tensors that no product reads."""
+EXCLUDED_WHOLE_NAMES = ("position_embd.weight", "token_types.weight")
+EXCLUDED_NAMES_BY_ARCHITECTURE = {
+    "glm5-next": (
+        *("hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate"),
+        *("indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight"),
+        *("ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight"),
+    )
+}
+Q8_NAMES_BY_ARCHITECTURE = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
+"""Parts of names of tensors that have at least 8 bits."""
+FALLBACK_DTYPES = {
+    DType.IQ4_XS: DType.IQ4_NL,
+    DType.IQ3_S: DType.IQ4_NL,
+    DType.Q2_K: DType.Q4_0,
+    DType.Q3_K: DType.Q4_0,
+    DType.TQ1_0: DType.Q4_0,
+    DType.TQ2_0: DType.Q4_0,
+    DType.Q4_K: DType.Q5_0,
+    DType.Q5_K: DType.Q5_1,
+    DType.Q6_K: DType.Q8_0,
+}
+"""The dtype with blocks of 32 for rows that are no whole number of blocks of 256."""
+LARGE_LAYER_COUNTS = {"llama": 80, "deci": 80, "olmo": 80, "qwen2": 80, "jais2": 68}
+"""Layers of models with 70 billion parameters, by architecture."""
+
+
+class Shaped(Protocol):
+    """A tensor with a name, a shape in NumPy order, and a dtype."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> DType: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts of a model that mixtures read. `query_groups` is the number of query heads for each key head, or 0."""
+
+    architecture: str
+    layer_count: int
+    expert_count: int = 0
+    query_groups: int = 1
+    has_importances: bool = False
+
+    @property
+    def is_large(self) -> bool:
+        """Whether llama.cpp calls the size of the model 70B."""
+        large = LARGE_LAYER_COUNTS.get(self.architecture) == self.layer_count
+        return large and not (self.architecture == "llama" and self.query_groups == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TypeRequest:
+    """The wishes of a user for the dtypes of tensors.
+
+    Attributes:
+        file_type: The type of the file.
+        is_pure: Whether all tensors have the dtype of the file, without a mixture.
+        overrides: Patterns that are searched in names, with a dtype each; the first match applies.
+        output_dtype: The dtype of the output matrix.
+        embedding_dtype: The dtype of the token embedding.
+        keeps_output: Whether ``output.weight`` keeps its dtype.
+    """
+
+    file_type: FileType
+    is_pure: bool = False
+    overrides: Sequence[tuple[re.Pattern[str], DType]] = ()
+    output_dtype: DType | None = None
+    embedding_dtype: DType | None = None
+    keeps_output: bool = False
+
+
+def find_part(name: str) -> ModelPart:
+    """Return the part of a model that a tensor is."""
+    if name == "output.weight":
+        return ModelPart.OUTPUT
+    if name in EMBEDDING_NAMES:
+        return ModelPart.EMBEDDING
+    return next((part for pattern, part in PARTS_BY_PATTERN if pattern in name), ModelPart.OTHER)
+
+
+def is_quantisable(tensor: Shaped, architecture: str) -> bool:
+    """Return whether a tensor takes another dtype: a matrix that products or look-ups read."""
+    name = tensor.name
+    excluded = (*EXCLUDED_NAMES, *EXCLUDED_NAMES_BY_ARCHITECTURE.get(architecture, ()))
+    axes = len(tensor.shape) - next((i for i, n in enumerate(tensor.shape) if n > 1), len(tensor.shape))
+    is_float = tensor.dtype.is_quantised or tensor.dtype in (DType.F32, DType.F16, DType.BF16)
+    return (
+        axes > 1
+        and is_float
+        and name.endswith("weight")
+        and name not in EXCLUDED_WHOLE_NAMES
+        and not any(part in name for part in excluded)
+    )
+
+
+def find_layer(name: str) -> int:
+    """Return the layer number in a name; -1 if there is none."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def choose_dtypes(tensors: Iterable[Shaped], request: TypeRequest, facts: ModelFacts) -> dict[str, DType]:
+    """Return the dtype of each tensor by its name, in the order of the tensors.
+
+    Rows may be no whole number of blocks; `fit_dtype` gives the dtype that replaces this one.
+
+    Raises:
+        ModelError: A layer number is beyond the layers of the model.
+    """
+    known = list(tensors)
+    mixture = _Mixture(request, facts, known)
+    # llama.cpp counts the tensors of a part in the order of layers, not in the order of the file.
+    ordered = sorted(known, key=lambda t: (find_layer(t.name), t.name))
+    chosen = {t.name: mixture.choose(t) for t in ordered}
+    return {t.name: chosen[t.name] for t in known}
+
+
+def fit_dtype(dtype: DType, columns: int) -> DType:
+    """Return `dtype`, or the dtype that replaces it for rows that are no whole number of its blocks."""
+    if columns % dtype.block == 0:
+        return dtype
+    smaller = FALLBACK_DTYPES.get(dtype, dtype)
+    return DType.F16 if columns % smaller.block else smaller
+
+
+def gets_more_bits(layer: int, layers: int) -> bool:
+    """Return whether a layer has more bits in the ``_M`` types: the first and last eighth, and every third between."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+
+
+class _Mixture:
+    """The choice of dtypes for one model; it counts the value and down matrices of earlier layers."""
+
+    def __init__(self, request: TypeRequest, facts: ModelFacts, tensors: Sequence[Shaped]) -> None:
+        self.request, self.facts = request, facts
+        parts = Counter(find_part(t.name) for t in tensors)
+        self.value_count = sum(parts[part] for part in VALUE_PARTS)
+        self.is_tied = not parts[ModelPart.OUTPUT]
+        self.seen: Counter[str] = Counter()
+
+    def choose(self, tensor: Shaped) -> DType:
+        request, part = self.request, find_part(tensor.name)
+        if not is_quantisable(tensor, self.facts.architecture):
+            return tensor.dtype
+        if part is ModelPart.OUTPUT and request.keeps_output:
+            return tensor.dtype
+        override = next((dtype for pattern, dtype in request.overrides if pattern.search(tensor.name)), None)
+        is_named = override is not None and tensor.name != EMBEDDING_NAMES[0]  # an embedding of single layers
+        if part is ModelPart.EMBEDDING and request.embedding_dtype is not None and not is_named:
+            return request.embedding_dtype
+        if part is ModelPart.OUTPUT and request.output_dtype is not None:
+            return request.output_dtype
+        dtype = request.file_type.dtype
+        if not dtype.is_quantised:
+            return override or dtype
+        return override or (dtype if request.is_pure else self._mix(tensor, part))
+
+    def _mix(self, tensor: Shaped, part: ModelPart) -> DType:
+        names = Q8_NAMES_BY_ARCHITECTURE.get(self.facts.architecture, ())
+        if any(name in tensor.name for name in names):
+            return DType.Q8_0
+        kind, default = self.request.file_type.name, self.request.file_type.dtype
+        if part is ModelPart.OUTPUT or (self.is_tied and part is ModelPart.EMBEDDING):
+            return self._mix_output(tensor, default)
+        if kind == "MXFP4_MOE":
+            has_experts = len(tensor.shape) > 2 and tensor.shape[-3] > 1
+            return DType.MXFP4 if has_experts else DType.Q8_0
+        if part is ModelPart.EMBEDDING:
+            return DType.Q4_K if kind in ("TQ1_0", "TQ2_0") else default
+        if part in VALUE_PARTS:
+            return self._mix_value(kind, default)
+        eight = self.facts.expert_count == 8
+        if part is ModelPart.KEY:
+            return DType.Q8_0 if eight else default
+        if part is ModelPart.DOWN:
+            return self._mix_down(tensor, kind, default)
+        if part is ModelPart.ATTENTION_OUTPUT:
+            if self.facts.architecture == "falcon":
+                return DType.Q4_K if kind == "Q3_K_L" else default
+            return (ATTENTION_OUTPUT_OF_8_EXPERTS if eight else ATTENTION_OUTPUT).get(kind, default)
+        return default
+
+    def _mix_output(self, tensor: Shaped, default: DType) -> DType:
+        """Return the dtype of the output matrix, which a tied embedding also is."""
+        if self.request.output_dtype is not None:
+            return self.request.output_dtype
+        has_8_bits = self.facts.architecture == "falcon" or tensor.shape[-1] % default.block
+        return DType.Q8_0 if has_8_bits or default in (DType.Q8_0, DType.MXFP4) else DType.Q6_K
+
+    def _mix_value(self, kind: str, default: DType) -> DType:
+        """Return the dtype of a value matrix, which is small and matters much."""
+        number, self.seen["value"] = self.seen["value"], self.seen["value"] + 1
+        is_grouped, dtype = self.facts.query_groups >= 4, default
+        if kind == "Q2_K":
+            dtype = DType.Q4_K if is_grouped else DType.Q3_K
+        elif kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_S") and is_grouped):
+            dtype = DType.Q4_K
+        elif kind == "Q3_K_M":
+            dtype = DType.Q5_K if number < 2 else DType.Q4_K
+        elif kind == "Q3_K_L" or (kind in ("IQ4_NL", "IQ4_XS") and is_grouped):
+            dtype = DType.Q5_K
+        elif kind in ("Q4_K_M", "Q5_K_M") and gets_more_bits(number, self.value_count):
+            dtype = DType.Q6_K
+        elif kind == "Q4_K_S" and number < 4:
+            dtype = DType.Q5_K
+        if self.facts.is_large and dtype in (DType.Q3_K, DType.Q4_K):
+            dtype = DType.Q5_K
+        return DType.Q8_0 if self.facts.expert_count == 8 else dtype
+
+    def _mix_down(self, tensor: Shaped, kind: str, default: DType) -> DType:
+        """Return the dtype of a down matrix of a feed-forward layer."""
+        layers, falcon = self.facts.layer_count, self.facts.architecture == "falcon"
+        layer, self.seen["down"] = self.seen["down"], self.seen["down"] + 1
+        if self.facts.expert_count > 1:  # files with one tensor for each expert have several of them in a layer
+            layer = find_layer(tensor.name)
+            if not 0 <= layer < layers:
+                raise ModelError(f"tensor {tensor.name}: its layer is {layer}; need 0 to {layers - 1}")
+        is_early, has_more = layer < layers // 8, gets_more_bits(layer, layers)
+        if kind == "Q3_K_M":
+            if layer < layers // 16:
+                return DType.Q5_K
+            return DType.Q4_K if not falcon or has_more else DType.Q3_K
+        if kind == "Q4_K_M" and falcon:
+            return DType.Q6_K if layer < layers // 16 else DType.Q5_K if has_more else DType.Q4_K
+        rules: Mapping[str, tuple[bool, DType]] = {
+            "Q2_K": (True, DType.Q3_K),
+            "Q2_K_S": (is_early, DType.Q4_K),
+            "IQ3_M": (is_early or (self.facts.expert_count == 8 and has_more), DType.Q4_K),
+            "Q3_K_L": (True, DType.Q4_K if falcon else DType.Q5_K),
+            "Q4_K_M": (has_more, DType.Q6_K),
+            "Q5_K_M": (has_more, DType.Q6_K),
+            "Q4_K_S": (is_early and not falcon, DType.Q5_K),
+            "IQ4_NL": (is_early and not self.facts.has_importances, DType.Q5_K),
+            "IQ4_XS": (is_early and not self.facts.has_importances, DType.Q5_K),
+            "Q4_0": (is_early and self.facts.has_importances, DType.Q4_1),
+            "Q5_0": (is_early and self.facts.has_importances, DType.Q5_1),
+        }
+        applies, dtype = rules.get(kind, (False, default))
+        return dtype if applies else default
+
+
+ATTENTION_OUTPUT = {"Q2_K": DType.Q3_K, "Q3_K_M": DType.Q4_K, "Q3_K_L": DType.Q5_K, "IQ3_M": DType.Q4_K}
+"""The dtype of the output matrix of attention, by file type."""
+ATTENTION_OUTPUT_OF_8_EXPERTS = dict.fromkeys(
+    ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS", "IQ3_S", "IQ3_M"), DType.Q5_K
+)
