@@ -16,24 +16,24 @@ import numpy as np
 from tqdm import tqdm
 
 from ..errors import ModelError
-from ..gguf.mapped_file import format_name
+from ..gguf.mapped_file import format_name_for_message
 from ..gguf.metadata import MetadataArray
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
 from ..models import Model
 from ..open_model import choose_context, open_model, read_text
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data
+from ..terminal.output import write_to_stdout
 from .perplexity import (
     DEFAULT_CONTEXT_TOKENS,
     F64,
     ROWS_PER_WIDENING,
     PerplexityScore,
-    compute_nll,
+    compute_token_nll,
     count_chunks,
     evaluate_chunks,
 )
-from .shared_flags import add_session_flags, broadcast_text, load_model_from_flags, open_session_from_flags
+from .shared_flags import add_session_flags, broadcast_text_from_rank_0, load_model_from_flags, open_session_from_flags
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     model, other = load_model_from_flags(args), open_model(args.other)
     require_same_vocabulary(model, other)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(broadcast_text(args, lambda: read_text(args.file)))
+    tokens = tokenizer.encode(broadcast_text_from_rank_0(args, lambda: read_text(args.file)))
     context = choose_context(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_chunks(len(tokens), context)
     sessions = [open_session_from_flags(args, m, context) for m in (model, other)]
@@ -62,15 +62,15 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         row = {k: v if math.isfinite(v) else None for k, v in comparison.as_row().items()}
-        write_data(json.dumps({"chunks": total, "context": context} | row) + "\n")
+        write_to_stdout(json.dumps({"chunks": total, "context": context} | row) + "\n")
     else:
-        write_data("".join(f"{line}\n" for line in comparison.format_lines()))
+        write_to_stdout("".join(f"{line}\n" for line in comparison.format_lines()))
     return 0
 
 
 def require_same_vocabulary(model: Model, other: Model) -> None:
     """Raise `ModelError` unless both models have the same tokens."""
-    names = [format_name(str(m.gguf.path)) for m in (model, other)]
+    names = [format_name_for_message(str(m.gguf.path)) for m in (model, other)]
     lists = [m.gguf.metadata.get(TOKENS_KEY) for m in (model, other)]
     for name, known in zip(names, lists, strict=True):
         if not isinstance(known, MetadataArray):
@@ -148,8 +148,8 @@ def compare_chunks(
     pairs = zip(evaluate_chunks(session, tokens, bos=bos), evaluate_chunks(other, tokens, bos=bos), strict=True)
     for (logits, targets), (other_logits, _) in pairs:
         yield PositionScores(
-            compute_nll(logits, targets),
-            compute_nll(other_logits, targets),
+            compute_token_nll(logits, targets),
+            compute_token_nll(other_logits, targets),
             compute_divergence(logits, other_logits),
             (logits.argmax(-1) == other_logits.argmax(-1)).astype(np.float64),
         )

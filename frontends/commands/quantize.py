@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ...graph.dtypes import DTYPE_BY_NAME, DType
-from ...graph.storage.files import check_writable
+from ...graph.storage.files import require_writable
 from ...graph.validation import did_you_mean
 from ..gguf import open_gguf
 from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
@@ -20,7 +20,7 @@ from ..quantisation.importance import read_importance_matrix
 from ..quantisation.type_choice import TypeRequest
 from ..terminal.arguments import parse_positive
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_data, write_log_line
+from ..terminal.output import write_line_to_stderr, write_to_stdout
 
 MEBIBYTE = 1 << 20
 
@@ -94,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     )
     importance = read_importance_matrix(args.imatrix) if args.imatrix else None
     if not args.dry_run:
-        check_writable(args.output)
+        require_writable(args.output)
     plan = plan_conversion(model, request, importance, requantises=args.allow_requantize or args.dry_run)
     _report_exceptions(plan)
     if args.dry_run:
-        write_data(describe_plan(plan, every_tensor=True))
+        write_to_stdout(describe_plan(plan, every_tensor=True))
         return 0
     with tqdm(total=plan.element_count, desc="quantize", unit="w", unit_scale=True, leave=False, disable=None) as bar:
         paths = write_model(
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             report=bar.update,
         )
     names = f"{paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
-    write_data(f"{names}\n{describe_plan(plan, every_tensor=False)}")
+    write_to_stdout(f"{names}\n{describe_plan(plan, every_tensor=False)}")
     return 0
 
 
@@ -118,14 +118,14 @@ def _report_exceptions(plan: ConversionPlan) -> None:
     for (required, dtype), cases in group_unfitting(plan).items():
         first = cases[0].tensor
         others = f" and {len(cases) - 1} others" if len(cases) > 1 else ""
-        write_log_line(
+        write_line_to_stderr(
             f"{first.name}{others}: {required} needs rows of a multiple of {required.block}, got {first.shape[-1]}; "
             f"stored as {dtype}"
         )
     missing = plan.list_without_importance()
     if missing and plan.importance is not None:
         first = missing[0].tensor
-        write_log_line(f"{plan.importance.path}: has no importances for {len(missing)} weights, as {first.name}")
+        write_line_to_stderr(f"{plan.importance.path}: has no importances for {len(missing)} weights, as {first.name}")
 
 
 def group_unfitting(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:

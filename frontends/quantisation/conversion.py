@@ -19,10 +19,10 @@ import numpy as np
 from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.files import check_writable, replacing
+from ...graph.storage.files import replacing, require_writable
 from ...ops.quantisation import dequantise
 from ..errors import ModelError
-from ..gguf.mapped_file import format_name
+from ..gguf.mapped_file import format_name_for_message
 from ..gguf.metadata import MetadataType
 from ..gguf.reader import DEFAULT_ALIGNMENT, Gguf
 from ..gguf.tensor import Tensor
@@ -124,10 +124,10 @@ def plan_conversion(
         TensorConversion(t, dtypes[t.name], fit_dtype(dtypes[t.name], t.shape[-1])) for t in model.tensors.values()
     ]
     for c in conversions:
-        name = format_name(c.tensor.name)
+        name = format_name_for_message(c.tensor.name)
         if c.dtype is not c.tensor.dtype and c.tensor.dtype.is_quantised and not requantises:
             raise ModelError(
-                f"{format_name(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second rounding "
+                f"{format_name_for_message(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second rounding "
                 "adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
             )
         found = importance.find(c.tensor) if importance is not None else None
@@ -155,7 +155,7 @@ def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
 
 def _read_first(model: Gguf, key: str) -> int | None:
     """Return a number, or the number of the first layer."""
-    return model.per_layer(key, int, 1)[0] if key in model.metadata else None
+    return model.read_per_layer(key, int, 1)[0] if key in model.metadata else None
 
 
 def write_model(
@@ -178,7 +178,7 @@ def write_model(
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
-        check_writable(one)
+        require_writable(one)
     pairs, alignment = _make_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
     compile_quantisers({c.dtype for c in plan.conversions})
     with ExitStack() as stack:
@@ -193,7 +193,7 @@ def write_model(
             for c in group:
                 parts = _convert(c, plan.importance, pool, threads, report)
                 write_tensor(file, c.description, parts, alignment)
-                c.tensor.release()
+                c.tensor.release_memory()
     return paths
 
 
@@ -268,7 +268,7 @@ def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances
     if not largest <= limit:
         problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
         raise ModelError(
-            f"{format_name(str(c.tensor.file.path))}: tensor {format_name(c.tensor.name)} has a value of {problem}; "
+            f"{format_name_for_message(str(c.tensor.file.path))}: tensor {format_name_for_message(c.tensor.name)} has a value of {problem}; "
             f"{c.dtype} needs magnitudes up to {limit:g}; repair the model, or keep the tensor with --tensor-type"
         )
     return quantise_rows(x, c.dtype, importance)

@@ -16,7 +16,7 @@ from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import open_gguf
-from ..gguf.mapped_file import format_name
+from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tensor import Tensor
 
 Importances = npt.NDArray[np.float32]
@@ -43,7 +43,7 @@ class ImportanceMatrix:
         matrices = int(np.prod(tensor.shape[:-2], dtype=np.int64))
         if known.shape != (matrices, tensor.shape[-1]):
             raise ModelError(
-                f"{format_name(str(self.path))}: importances of {format_name(tensor.name)} have shape "
+                f"{format_name_for_message(str(self.path))}: importances of {format_name_for_message(tensor.name)} have shape "
                 f"{list(known.shape)}, but the weight needs {[matrices, tensor.shape[-1]]}; make the importance matrix "
                 "with this model"
             )
@@ -69,13 +69,15 @@ def read_importance_matrix(path: str | Path) -> ImportanceMatrix:
             if not (np.isfinite(sums_of_tokens).all() and np.isfinite(tokens).all() and (sums_of_tokens >= 0).all()):
                 problem = "has a number that is infinite, NaN or negative"
         if problem is not None:
-            raise ModelError(f"{format_name(str(path))}: tensor {format_name(name)} {problem}; make the file again")
+            raise ModelError(
+                f"{format_name_for_message(str(path))}: tensor {format_name_for_message(name)} {problem}; make the file again"
+            )
         sums_of_tokens = sums_of_tokens.reshape(len(tokens), -1)
         # An expert without tokens has no information: all of its columns are equally important.
         columns[weight] = np.where(tokens > 0, sums_of_tokens / np.maximum(tokens, 1), np.float32(1)).astype(np.float32)
     if not columns:
         raise ModelError(
-            f"{format_name(str(path))}: has no tensor NAME{SUMS_SUFFIX}, so it is no importance matrix; "
+            f"{format_name_for_message(str(path))}: has no tensor NAME{SUMS_SUFFIX}, so it is no importance matrix; "
             "convert an old file with llama-imatrix --output-format gguf"
         )
     return ImportanceMatrix(Path(path), columns, file.get("imatrix.chunk_count", int))

@@ -16,12 +16,12 @@ from .....graph.dtypes import DType
 from .....ops.quantisation import load_code_book
 from ...compilation.compiler import kernel, subroutine
 from ...simd.candidate_lanes import find_lane, round_scalar_to_half, select_lane, to_int, to_scalar
-from ...simd.half_memory import store_f16
+from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
     absolute,
     fma,
-    greater_bits,
+    greater_bitmask,
     lane_min,
     load,
     load_byte,
@@ -149,7 +149,7 @@ def quantise_iq3_s(a, thread, threads):
                 store_scalar(scratch + SCALES + 4 * j, scale)
                 largest = max(largest, scale)
             common = round_scalar_to_half(largest / single(2 * MAX_SCALE_CODE + 1))
-            store_f16(block, splat(common))
+            store_lane_0_as_f16(block, splat(common))
             for j in range(8):
                 xj, wj, code, best = source + 128 * j, w + 128 * j, 0, NO_FIT
                 nearest = to_int(load_scalar(scratch + SCALES + 4 * j) / common * single(0.5)) if common > ZERO else 0
@@ -160,7 +160,7 @@ def quantise_iq3_s(a, thread, threads):
                 choose_entries(xj, wj, common * to_scalar(2 * code + 1), table, entries + 32 * j)
                 store_byte(scratch + SCALE_CODES + j, code)
                 for k in range(2):
-                    signs = greater_bits(zeros(), load(xj + 64 * k))
+                    signs = greater_bitmask(zeros(), load(xj + 64 * k))
                     store_byte(block + 74 + 4 * j + 2 * k, signs & 255)
                     store_byte(block + 75 + 4 * j + 2 * k, signs >> 8)
                 high = 0

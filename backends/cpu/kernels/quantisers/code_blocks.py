@@ -14,7 +14,7 @@ from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.candidate_lanes import round_scalar_to_half, to_int
-from ...simd.half_memory import store_f16
+from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
     absolute,
@@ -35,8 +35,8 @@ from ...simd.vectors import (
     or_int,
     power_of_two,
     round_away,
-    round_below_2_22,
     round_down,
+    round_small_floats_to_int,
     shift_left,
     shift_right,
     splat,
@@ -98,7 +98,7 @@ def look_up(v, table):
     """Return an entry of a cell table for each lane."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
-    return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_below_2_22(cells), splat_int(2)))
+    return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))
 
 
 @subroutine
@@ -117,7 +117,7 @@ def write_indices(x, scale, table, to):
     inverse = splat(find_inverse(scale))
     for i in range(0, BLOCK, LANES):
         index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
-        store_u8_lanes(to + i, round_below_2_22(index))
+        store_u8_lanes(to + i, round_small_floats_to_int(index))
 
 
 @subroutine
@@ -139,7 +139,7 @@ def quantise_iq4_nl(a, thread, threads):
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, BLOCK)
             scale = round_scalar_to_half(search_iq4_scale(source, scratch + WEIGHTS, table))
             write_indices(source, scale, table, scratch + CODES)
-            store_f16(block, splat(scale))
+            store_lane_0_as_f16(block, splat(scale))
             store_halves(scratch + CODES, block + 2)
     return 0
 
@@ -164,7 +164,7 @@ def quantise_iq4_xs(a, thread, threads):
                 store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
             spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
             common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
-            store_f16(block, splat(common))
+            store_lane_0_as_f16(block, splat(common))
             high_bits = 0
             for j in range(8):
                 xj = source + 128 * j
@@ -207,7 +207,7 @@ def quantise_mxfp4(a, thread, threads):
                 # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
                 index = look_up(negative(absolute(v)), table + 4 * CELL_COUNT)
                 index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
-                store_u8_lanes(scratch + CODES + k, round_below_2_22(index))
+                store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
             store_halves(scratch + CODES, block + 1)
     return 0
 
@@ -222,7 +222,7 @@ def write_trits(x, to):
     inverse = splat(find_inverse(scale))
     for i in range(0, SUPER_BLOCK, LANES):
         q = add(round_away(mul(load(x + 4 * i), inverse)), splat(ONE))
-        store_u8_lanes(to + i, round_below_2_22(q))
+        store_u8_lanes(to + i, round_small_floats_to_int(q))
     return scale
 
 
@@ -248,7 +248,7 @@ def quantise_tq1_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 54
-            store_f16(block + 52, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            store_lane_0_as_f16(block + 52, splat(write_trits(x + 4 * (i * columns + c), codes)))
             for k in range(0, 32, LANES):
                 store_u8_lanes(block + k, join_trits(codes + k, 32, 5))
             store_u8_lanes(block + 32, join_trits(codes + 160, 16, 5))
@@ -267,7 +267,7 @@ def quantise_tq2_0(a, thread, threads):
     for i in range(first, end):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 66
-            store_f16(block + 64, splat(write_trits(x + 4 * (i * columns + c), codes)))
+            store_lane_0_as_f16(block + 64, splat(write_trits(x + 4 * (i * columns + c), codes)))
             for h in range(2):
                 for k in range(0, 32, LANES):
                     at, out = codes + 128 * h + k, splat_int(0)

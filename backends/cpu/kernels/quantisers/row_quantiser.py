@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .....graph.dtypes import DType
 from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
-from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing
+from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels
 from ...compilation.kernel_args import KernelArgs
 from . import book_blocks, code_blocks, small_blocks, super_blocks
 from .code_blocks import make_fp4_table, make_iq4_table
@@ -50,7 +50,7 @@ WRITABLE_DTYPES = (DType.F32, DType.F16, *KERNELS)
 
 def compile_quantisers(dtypes: set[DType]) -> None:
     """Compile the kernels of some dtypes before their first use."""
-    compile_missing(KERNELS[dtype][0] for dtype in dtypes if dtype in KERNELS)
+    compile_missing_kernels(KERNELS[dtype][0] for dtype in dtypes if dtype in KERNELS)
 
 
 def quantise_rows(

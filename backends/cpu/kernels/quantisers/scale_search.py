@@ -31,7 +31,7 @@ from ...simd.vectors import (
     minimum,
     mul,
     negative,
-    round_below_2_22,
+    round_small_floats_to_int,
     splat,
     splat_from,
     square_root,
@@ -248,10 +248,10 @@ def write_codes(x, n, scale, low, lowest, highest, to):
         inverse, offset = splat(ONE / scale), splat(-low / scale)
         for i in range(0, n, LANES):
             q = round_to_codes(fma(load(x + 4 * i), inverse, offset), lowest, highest)
-            store_u8_lanes(to + i, round_below_2_22(sub(q, splat(lowest))))
+            store_u8_lanes(to + i, round_small_floats_to_int(sub(q, splat(lowest))))
     else:
         for i in range(0, n, LANES):
-            store_u8_lanes(to + i, round_below_2_22(splat(-lowest)))
+            store_u8_lanes(to + i, round_small_floats_to_int(splat(-lowest)))
 
 
 def make_scale_choice(round_lanes: Subroutine) -> Subroutine:

@@ -7,13 +7,13 @@ ggml-quants.c. With importances, which may be equal, the scale has the smallest 
 from __future__ import annotations
 
 from ...compilation.compiler import kernel, subroutine
-from ...simd.half_memory import store_f16, store_first_bf16
+from ...simd.half_memory import store_first_bf16, store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
     absolute,
     add,
     and_int,
-    greater_bits,
+    greater_bitmask,
     lane_max,
     lane_min,
     load,
@@ -24,7 +24,7 @@ from ...simd.vectors import (
     mul,
     or_int,
     round_away,
-    round_below_2_22,
+    round_small_floats_to_int,
     round_to_zero,
     shift_left,
     splat,
@@ -74,13 +74,13 @@ def write_symmetric_block(x, importance, scratch, middle, d):
         inverse, shift = splat(find_inverse(scale)), splat(middle + HALF)
         for i in range(0, BLOCK, LANES):
             q = round_up_from_half(add(mul(load(x + 4 * i), inverse), shift), middle + middle - ONE)
-            store_u8_lanes(codes + i, round_below_2_22(q))
+            store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
         spread = spread_two_sides(-middle, middle - ONE, single(0.86), single(0.04))
         scale = search_scale(x, scratch + WEIGHTS, BLOCK, -middle, middle - ONE, spread, 3)
         write_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
-    store_f16(d, splat(scale))
+    store_lane_0_as_f16(d, splat(scale))
 
 
 @subroutine
@@ -94,13 +94,13 @@ def write_block_with_minimum(x, importance, scratch, top, d, m):
         inverse, shift = splat(find_inverse(scale)), splat(HALF)
         for i in range(0, BLOCK, LANES):
             q = round_up_from_half(add(mul(sub(load(x + 4 * i), splat(low)), inverse), shift), top)
-            store_u8_lanes(codes + i, round_below_2_22(q))
+            store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
         scale, low = search_scale_and_minimum(x, scratch + WEIGHTS, BLOCK, top, FIRST, STEP, 3, True)
         write_codes(x, BLOCK, scale, low, ZERO, top, codes)
-    store_f16(d, splat(scale))
-    store_f16(m, splat(low))
+    store_lane_0_as_f16(d, splat(scale))
+    store_lane_0_as_f16(m, splat(low))
 
 
 @subroutine
@@ -115,7 +115,7 @@ def store_halves(codes, y):
 def store_fifth_bits(codes, y):
     """Store bit 4 of 32 codes as 32 bits."""
     for h in range(2):
-        bits = greater_bits(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
+        bits = greater_bitmask(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
         store_byte(y + 2 * h, bits & 255)
         store_byte(y + 2 * h + 1, bits >> 8)
 
@@ -189,9 +189,9 @@ def quantise_q8_0(a, thread, threads):
             low, high = load(source), load(source + 4 * LANES)
             scale = lane_max(maximum(absolute(low), absolute(high))) / LARGEST_INT8
             inverse = splat(find_inverse(scale))
-            store_f16(block, splat(scale))
-            store_u8_lanes(block + 2, round_below_2_22(round_away(mul(low, inverse))))
-            store_u8_lanes(block + 2 + LANES, round_below_2_22(round_away(mul(high, inverse))))
+            store_lane_0_as_f16(block, splat(scale))
+            store_u8_lanes(block + 2, round_small_floats_to_int(round_away(mul(low, inverse))))
+            store_u8_lanes(block + 2 + LANES, round_small_floats_to_int(round_away(mul(high, inverse))))
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ...compilation.compiler import kernel, subroutine
 from ...compilation.kernel_args import declare_args
 from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
-from ...simd.half_memory import store_f16
+from ...simd.half_memory import store_lane_0_as_f16
 from ...simd.vectors import (
     LANES,
     add_int,
@@ -75,8 +75,8 @@ def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin)
     strengths = scratch + STRENGTHS
     common = round_scalar_to_half(search_scale(scratch + SCALES, strengths, LANES, ZERO, limit, numerators, 2))
     unit = round_scalar_to_half(search_scale(scratch + MINIMA, strengths, LANES, ZERO, limit, numerators, 2))
-    store_f16(d, splat(common))
-    store_f16(dmin, splat(unit))
+    store_lane_0_as_f16(d, splat(common))
+    store_lane_0_as_f16(dmin, splat(unit))
     for j in range(count):
         xj = x + 4 * size * j
         scale_code, minimum_code = choose_stored_pair(
@@ -223,7 +223,7 @@ def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limi
     spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
     common = search_scale(scratch + SCALES, scratch + STRENGTHS, LANES, smallest, limit, spread, 2)
     common = round_scalar_to_half(common)
-    store_f16(d, splat(common))
+    store_lane_0_as_f16(d, splat(common))
     for j in range(LANES):
         scale = load_scalar(scratch + SCALES + 4 * j)
         code = choose_signed_scale(
