@@ -10,6 +10,7 @@ COMMAND_HELP = {
     "tokenize": "Print the token ids of a text.",
     "embed": "Write an embedding of each text, from an encoder or a language model.",
     "perplexity": "Print the perplexity of a text under a model.",
+    "convert": "Write a Hugging Face folder as a GGUF file.",
     "bench": "Measure the speed of prefill and decode of a model.",
     "dump": "Print a graph.",
     "plan": "Print the plan of a graph: its layouts, its cost and the reasons.",
