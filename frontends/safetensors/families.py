@@ -1,4 +1,4 @@
-"""The model families of Hugging Face folders: their hyperparameters and tensor names as llama.cpp's converter has them."""
+"""The model families of Hugging Face folders: hyperparameters and tensor names as llama.cpp's converter has them."""
 
 from __future__ import annotations
 
@@ -213,9 +213,7 @@ def _read_gemma_pairs(config: JsonObject, head_size: int) -> dict[str, Pair]:
             f"query_pre_attn_scalar is {config.get_number('query_pre_attn_scalar', 0.0):g}; need head_dim, {head_size}"
         )
     if config.pairs.get("attn_logit_softcapping") or config.get_boolean("use_bidirectional_attention", False):
-        raise config.make_error(
-            "attn_logit_softcapping and use_bidirectional_attention are not supported; need neither"
-        )
+        raise config.make_error("attn_logit_softcapping and use_bidirectional_attention are not supported")
     local = config.get_object("rope_parameters").get_object("sliding_attention")
     theta = local.get_number("rope_theta", config.get_number("rope_local_base_freq", 1e4))
     pairs: dict[str, Pair] = {

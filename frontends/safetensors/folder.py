@@ -43,7 +43,7 @@ FILE_TYPES = {DType.F32: 0, DType.F16: 1, DType.BF16: 32}
 
 def is_model_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder with ``config.json``."""
-    return (Path(path) / CONFIG_NAME).is_file()
+    return os.path.isfile(os.path.join(path, CONFIG_NAME))
 
 
 def open_folder(path: str | os.PathLike[str]) -> Gguf:
@@ -154,9 +154,7 @@ def _make_rope_factors(config: JsonObject) -> Tensor:
     context = rope.get_integer("original_max_position_embeddings", 8192) or 8192
     theta = rope.get_number("rope_theta", 1e4)
     if min(factor, low, theta) <= 0 or high <= low or not 2 <= size <= 1 << 16:
-        raise config.make_error(
-            "the llama3 rope parameters need positive factors and low_freq_factor < high_freq_factor"
-        )
+        raise config.make_error("the llama3 rope parameters need 0 < low_freq_factor < high_freq_factor")
     waves = 2 * math.pi * theta ** (np.arange(0, size, 2, dtype=np.float64) / size)
     smooth = (context / waves - low) / (high - low)
     middle = 1 / ((1 - smooth) / factor + smooth)

@@ -108,7 +108,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def parse_json(data: bytes, path: Path) -> JsonObject:
-    """Return the object that UTF-8 bytes of `path` describe; raise `ModelError` for other bytes or twice the same key."""
+    """Return the object that UTF-8 bytes of `path` describe; raise `ModelError` for other bytes or a repeated key."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_make_object)
     except (ValueError, RecursionError) as error:

@@ -171,9 +171,7 @@ def _read_added_ends(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]
     processors += [JsonObject(whole.path, p) for p in processors[0].get_list("processors") if isinstance(p, dict)]
     for processor in processors:
         if processor.get_text("type", "") == "TemplateProcessing" and (single := processor.get_list("single")):
-            first, last = (
-                "SpecialToken" in item if isinstance(item, dict) else False for item in (single[0], single[-1])
-            )
+            first, last = (isinstance(item, dict) and "SpecialToken" in item for item in (single[0], single[-1]))
             return {f"{KEY}add_bos_token": first, f"{KEY}add_eos_token": last and len(single) > 1}
     return {f"{KEY}add_{end}_token": settings.get_boolean(f"add_{end}_token", False) for end in ("bos", "eos")}
 
