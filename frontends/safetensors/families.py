@@ -25,6 +25,7 @@ LLAMA_BLOCK = {
 HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 SKIPPED_NAME = re.compile(r".*\.rotary_emb\.inv_freq")
+EXPERT_NAME = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts\.(\d{1,5})\.(gate|up|down)_proj\.weight")
 LAYER_NAME = re.compile(r"model\.layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
 
@@ -59,6 +60,7 @@ FAMILIES = {
     "mistral": FolderFamily("llama", LLAMA_BLOCK, permutes_rows=True, writes_rope_dimensions=True),
     "qwen2": FolderFamily("qwen2", LLAMA_BLOCK),
     "qwen3": FolderFamily("qwen3", LLAMA_BLOCK | HEAD_NORMS),
+    "qwen3_moe": FolderFamily("qwen3moe", LLAMA_BLOCK | HEAD_NORMS | {"mlp.gate": "ffn_gate_inp"}),
     "granite": FolderFamily(
         "granite",
         LLAMA_BLOCK,
@@ -167,6 +169,8 @@ def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[
         pairs[f"{arch}.{name}"] = config.get_number(source, 1.0)
     if arch == "phi3":
         pairs[f"{arch}.attention.sliding_window"] = config.get_integer("sliding_window", 0) or 0
+    if arch == "qwen3moe":
+        pairs |= _read_expert_pairs(config)
     if arch == "gemma3":
         pairs |= _read_gemma_pairs(config, head_size)
     return pairs
@@ -201,6 +205,23 @@ def _read_rope_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair
             if rope.pairs.get(source) is not None:
                 pairs[f"rope.scaling.{name}"] = rope.get_number(source, 1.0)
     return pairs | {"rope.freq_base": rope.get_number("rope_theta", 1e4)}
+
+
+def read_expert_count(config: JsonObject) -> int:
+    """Return the number of experts: ``num_experts``, or ``num_local_experts`` in newer files."""
+    return config.get_integer("num_experts") or config.require_integer("num_local_experts")
+
+
+def _read_expert_pairs(config: JsonObject) -> dict[str, Pair]:
+    if not config.get_boolean("norm_topk_prob", False):
+        raise config.make_error("norm_topk_prob is false; qwen3_moe needs true")
+    if config.get_list("mlp_only_layers") or config.get_integer("decoder_sparse_step", 1) != 1:
+        raise config.make_error("mlp_only_layers and decoder_sparse_step give layers without experts; need none")
+    return {
+        "qwen3moe.expert_count": read_expert_count(config),
+        "qwen3moe.expert_used_count": config.require_integer("num_experts_per_tok"),
+        "qwen3moe.expert_feed_forward_length": config.require_integer("moe_intermediate_size"),
+    }
 
 
 def _read_gemma_pairs(config: JsonObject, head_size: int) -> dict[str, Pair]:

@@ -11,6 +11,7 @@ import mmap
 import os
 import zlib
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,10 +24,12 @@ from ..gguf import Gguf, Tensor
 from ..gguf.mapped_file import MappedFile, format_name
 from .derived_tensor import derive_tensor
 from .families import (
+    EXPERT_NAME,
     SKIPPED_NAME,
     FolderFamily,
     choose_family,
     map_tensor_name,
+    read_expert_count,
     read_head_size,
     read_hyperparameter_pairs,
     read_rope,
@@ -92,9 +95,13 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
 
 def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
     is_tied = config.get_boolean("tie_word_embeddings", family.architecture == "gemma3")
     for name, tensor in stored.items():
         if SKIPPED_NAME.fullmatch(name) or (is_tied and name == "lm_head.weight"):
+            continue
+        if family.architecture == "qwen3moe" and (match := EXPERT_NAME.fullmatch(name)):
+            experts.setdefault(f"blk.{int(match[1])}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = tensor
             continue
         new_name = map_tensor_name(family, name)
         if new_name is None:
@@ -102,6 +109,8 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
                 f"tensor {format_name(name)} is unknown in {family.architecture}", "convert the folder with llama.cpp"
             )
         tensors[new_name] = _convert_tensor(family, config, tensor, new_name)
+    for name, parts in experts.items():
+        tensors[name] = _stack_experts(config, name, [parts[i] for i in sorted(parts)])
     if not is_tied and "output.weight" not in tensors:
         raise config.make_error("lm_head.weight is missing, and tie_word_embeddings is false")
     return tensors
@@ -118,8 +127,8 @@ def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, na
         if tensor.shape[0] % (2 * heads):
             raise tensor.file.error(f"tensor {format_name(tensor.name)} has {tensor.shape[0]} rows; need {heads} heads")
     offset = family.norm_offset if part.endswith("norm") else 0.0
-    # llama.cpp's converter stores vectors as float32
-    dtype = DType.F32 if len(tensor.shape) == 1 else tensor.dtype
+    # llama.cpp's converter stores vectors and the router as float32
+    dtype = DType.F32 if len(tensor.shape) == 1 or part == "ffn_gate_inp" else tensor.dtype
     if not heads and not offset and dtype is tensor.dtype and tensor.offset % tensor.dtype.block_bytes == 0:
         return Tensor(name, tensor.shape, dtype, tensor.file, tensor.offset)
     return derive_tensor(
@@ -129,6 +138,29 @@ def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, na
         dtype=dtype,
         change=f"as {dtype} plus {offset}, {heads} heads permuted",
         compute=partial(_compute_elements, tensor.dtype, dtype, heads, offset),
+    )
+
+
+def _stack_experts(config: JsonObject, name: str, experts: list[Tensor]) -> Tensor:
+    """Return the matrices of all experts of a layer as one tensor [experts, rows, columns], stacked when it is read."""
+    first, count = experts[0], read_expert_count(config)
+    if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
+        raise first.file.error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
+    origins = sha256(repr([e.origin for e in experts]).encode()).hexdigest()
+
+    def stack(_: np.ndarray) -> np.ndarray:
+        stacked = np.stack([e.raw for e in experts])
+        for expert in experts:
+            expert.release()
+        return stacked
+
+    return derive_tensor(
+        first,
+        name,
+        shape=(count, *first.shape),
+        dtype=first.dtype,
+        change=f"stack of {origins}",
+        compute=stack,
     )
 
 

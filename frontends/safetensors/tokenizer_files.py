@@ -127,9 +127,9 @@ def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
     known = [name for name, rule in PRE_TOKENIZERS.items() if rule.patterns == patterns and rule.uses_byte_letters]
     fitting = [name for name in known if PRE_TOKENIZERS[name].ignore_merges == ignores_merges]
     if not fitting:
-        shown = ", ".join(map(ascii, patterns)) or "none"
+        pattern_list = ", ".join(map(ascii, patterns)) or "none"
         raise whole.make_error(
-            f"the pre-tokenizer has unknown patterns ({format_name(shown, 200)}); need one of {len(PRE_TOKENIZERS)} "
+            f"the pre-tokenizer has unknown patterns ({format_name(pattern_list, 200)}); need one of {len(PRE_TOKENIZERS)} "
             "rules of docs/models.md"
         )
     return fitting[0]

@@ -37,6 +37,16 @@ CASES = [
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 32}),
     (
+        "Qwen3Moe",
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    (
         "Granite",
         {
             "attention_multiplier": 0.2,
