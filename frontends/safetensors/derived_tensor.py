@@ -1,4 +1,4 @@
-"""Tensors whose elements are computed from a tensor of a file when they are read."""
+"""Tensors with elements that are computed from a tensor of a file at each read."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def derive_tensor(
         shape: Shape of the result in NumPy order.
         dtype: Dtype of the result.
         change: Name of the computation, different for different results.
-        compute: Function from the stored elements of the source to those of the result.
+        compute: Function from the stored elements of the source to the elements of the result.
     """
     return DerivedTensor(name, shape, dtype, source.file, source.offset, source, change, compute)

@@ -93,7 +93,7 @@ def read_json(path: Path) -> JsonObject:
     """Return the object in a JSON file.
 
     Raises:
-        ModelError: The file is missing, too large, no valid JSON or no object.
+        ModelError: The file is missing or too large, or it holds no JSON object.
     """
     try:
         size = path.stat().st_size

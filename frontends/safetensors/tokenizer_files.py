@@ -1,7 +1,7 @@
 """The tokenizer of a model folder as GGUF metadata: ``tokenizer.json``, ``tokenizer_config.json``, the chat template.
 
-Two kinds are read: BPE over bytes, whose pre-tokenizer is found by its regular expressions, and SentencePiece BPE with
-byte tokens. The score of a SentencePiece token is the negated rank of its first merge.
+Two kinds are read: BPE over bytes, and SentencePiece BPE with byte tokens. The regular expressions of a pre-tokenizer
+decide its name. The score of a SentencePiece token is the negated rank of its first merge.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
     if not fitting:
         pattern_list = ", ".join(map(ascii, patterns)) or "none"
         raise whole.make_error(
-            f"the pre-tokenizer has unknown patterns ({format_name(pattern_list, 200)}); need one of {len(PRE_TOKENIZERS)} "
-            "rules of docs/models.md"
+            f"the pre-tokenizer has unknown patterns ({format_name(pattern_list, 200)}); "
+            f"need one of {len(PRE_TOKENIZERS)} known rules"
         )
     return fitting[0]
 
