@@ -87,6 +87,7 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
         "general.type": "model",
         "general.name": folder.resolve().name,
         "general.file_type": FILE_TYPES[embedding.dtype],
+        "general.quantization_version": 2,
     }
     pairs |= read_hyperparameter_pairs(family, config)
     pairs |= read_tokenizer(folder, config, embedding.shape[0])
