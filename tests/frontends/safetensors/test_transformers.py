@@ -62,6 +62,7 @@ TOKENS = [(7 * i * i + 3 * i + 5) % 160 for i in range(24)]
 
 
 def compute_worst_nmse(result, golden):
+    assert result.shape == golden.shape
     return float((((result - golden) ** 2).sum(-1) / (golden**2).sum(-1)).max())
 
 
