@@ -13,10 +13,11 @@ from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from .adapters import ScaledFile, read_adapters
 from .errors import ModelError
-from .gguf import open_gguf
+from .gguf import Gguf, open_gguf
 from .inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT, DeviceGroup, LoadProgress, Session
 from .inference.value_watch import ValueWatch
 from .models import Model, load_model
+from .safetensors import is_model_folder, open_folder
 
 EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
 """File name of the embedded model."""
@@ -24,7 +25,7 @@ EMBEDDED_MODEL_FILE = "hocket-tiny-q8_0.gguf"
 
 @validate_arguments(ModelError, path=instance_of(str, Path) | NONE, header_only=BOOL)
 def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
-    """Open the model in a GGUF file, or the embedded model if `path` is `None`.
+    """Open the model in a GGUF file or a Hugging Face folder, or the embedded model if `path` is `None`.
 
     With `header_only` the file may lack the weights.
 
@@ -32,10 +33,19 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
         ModelError: The file is not a valid model.
     """
     if path is not None:
-        return load_model(open_gguf(path, header_only=header_only))
+        return load_model(open_model_file(path, header_only=header_only))
     # If the package is in an archive, the file is temporary; its mapping outlives it.
     with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED_MODEL_FILE)) as embedded:
         return load_model(open_gguf(embedded, header_only=header_only))
+
+
+def open_model_file(path: str | Path, *, header_only: bool = False) -> Gguf:
+    """Return the metadata and tensors of a GGUF file, or of a Hugging Face folder with ``config.json``.
+
+    Raises:
+        ModelError: The path is neither, or it is damaged.
+    """
+    return open_folder(path) if is_model_folder(path) else open_gguf(path, header_only=header_only)
 
 
 def open_adapted_model(

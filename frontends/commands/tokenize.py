@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..gguf import open_gguf
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
+from ..open_model import open_model_file
 from ..terminal.output import write_to_stdout
 from .shared_flags import add_model_flags
 
@@ -20,7 +20,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    tokenizer = tokenizer_from_metadata(open_gguf(args.model, header_only=True).metadata)
+    tokenizer = tokenizer_from_metadata(open_model_file(args.model, header_only=True).metadata)
     ids = tokenizer.encode(args.prompt, add_special=args.add_special, parse_special=args.parse_special)
     if args.json:
         write_to_stdout(json.dumps(ids) + "\n")

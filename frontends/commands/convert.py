@@ -1,0 +1,21 @@
+"""``hocket convert``: a Hugging Face folder as a GGUF file."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...graph.storage.files import check_writable
+from ..safetensors import write_folder_as_gguf
+from ..terminal.output import write_log_line
+
+
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", metavar="FOLDER", help="folder with config.json and safetensors files")
+    sub.add_argument("output", metavar="OUT.gguf", help="GGUF file to write")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_writable(args.output)
+    tensors, size = write_folder_as_gguf(args.folder, args.output)
+    write_log_line(f"{args.output}: {tensors} tensors, {size} bytes")
+    return 0

@@ -1,0 +1,65 @@
+"""Tensors with elements that are computed from a tensor of a file at each read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.dtypes import DType
+from ...graph.lazy_dataclass import dataclass
+from ...ops.quantisation import dequantise
+from ...scheduler.runtime.packed_weight_files import WeightOrigin
+from ..gguf import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class DerivedTensor(Tensor):
+    """A tensor that `compute` makes from `source` at each read; file and offset are the ones of the source."""
+
+    source: Tensor
+    change: str
+    """Name of the computation, a part of the identity of the elements."""
+    compute: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def origin(self) -> WeightOrigin:
+        """The identity of the elements: the origin of the source, and the computation."""
+        origin = self.source.origin
+        return WeightOrigin(origin.file, f"{origin.version} {self.change}", origin.offset)
+
+    @property
+    def raw(self) -> np.ndarray:
+        """The elements ``dtype.storage`` [*shape] as a new array."""
+        return np.ascontiguousarray(self.compute(self.source.raw))
+
+    def release(self) -> None:
+        """Release the memory of the bytes of the source."""
+        self.source.release()
+
+    def dequantise(self) -> npt.NDArray[np.float32]:
+        """Return the values as float32 [*shape], a new array."""
+        return dequantise(self.raw, self.dtype)
+
+
+def derive_tensor(
+    source: Tensor,
+    name: str,
+    *,
+    shape: tuple[int, ...],
+    dtype: DType,
+    change: str,
+    compute: Callable[[np.ndarray], np.ndarray],
+) -> DerivedTensor:
+    """Return a tensor that is computed from `source` when it is read.
+
+    Args:
+        source: The tensor of a file.
+        name: Name of the new tensor.
+        shape: Shape of the result in NumPy order.
+        dtype: Dtype of the result.
+        change: Name of the computation, different for different results.
+        compute: Function from the stored elements of the source to the elements of the result.
+    """
+    return DerivedTensor(name, shape, dtype, source.file, source.offset, source, change, compute)

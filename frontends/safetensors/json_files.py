@@ -1,0 +1,127 @@
+"""JSON files of a model folder: size limits, and values of a required type. The files may be hostile."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError
+from ..gguf.mapped_file import format_name
+
+MAX_JSON_BYTES = 1 << 28
+"""Bytes of the largest accepted JSON file; a tokenizer of 256,000 tokens has about 32 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """The pairs of one JSON object, with its file for messages."""
+
+    path: Path
+    pairs: Mapping[str, object]
+
+    def get_integer(self, key: str, default: int | None = None) -> int | None:
+        """Return an integer of 0 to 2**31 - 1, or `default` if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            return default
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need an integer of 0 to 2147483647")
+        return value
+
+    def require_integer(self, key: str) -> int:
+        """Return a positive integer; raise `ModelError` if it is missing or has another type."""
+        value = self.get_integer(key)
+        if not value:
+            raise self.make_error(f"{key} is {value}; need a positive integer")
+        return value
+
+    def get_number(self, key: str, default: float) -> float:
+        """Return a finite number, or `default` if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # a number here
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a finite number")
+        return float(value)  # type: ignore[arg-type]  # a number by the check above
+
+    def get_boolean(self, key: str, default: bool) -> bool:
+        """Return a boolean, or `default` if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need true or false")
+        return value
+
+    def get_text(self, key: str, default: str) -> str:
+        """Return a string, or `default` if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            return default
+        if type(value) is not str:
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a string")
+        return value
+
+    def get_object(self, key: str) -> JsonObject:
+        """Return the object of a key; it is empty if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            value = {}
+        if type(value) is not dict:
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need an object")
+        return JsonObject(self.path, value)
+
+    def get_list(self, key: str) -> list[object]:
+        """Return the list of a key; it is empty if the key is missing or null."""
+        value = self.pairs.get(key)
+        if value is None:
+            return []
+        if type(value) is not list:
+            raise self.make_error(f"{key} is {reprlib.repr(value)}; need a list")
+        return value
+
+    def make_error(self, problem: str) -> ModelError:
+        """Return a one-line error about this file."""
+        return ModelError(f"{format_name(str(self.path))}: {problem}; download the folder again")
+
+
+def read_json(path: Path) -> JsonObject:
+    """Return the object in a JSON file.
+
+    Raises:
+        ModelError: The file is missing or too large, or it holds no JSON object.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file() or size > MAX_JSON_BYTES:
+            raise ModelError(f"{format_name(str(path))}: has {size} bytes; need a file of at most {MAX_JSON_BYTES}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"{format_name(str(path))}: cannot be read ({error.strerror}); download the folder again"
+        ) from None
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> JsonObject:
+    """Return the object that UTF-8 bytes of `path` describe; raise `ModelError` for other bytes or a repeated key."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_make_object)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{format_name(str(path))}: is no valid JSON ({format_name(str(error))}); download the folder again"
+        ) from None
+    if type(value) is not dict:
+        raise ModelError(f"{format_name(str(path))}: holds a {type(value).__name__}; need a JSON object")
+    return JsonObject(path, value)
+
+
+def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("a key appears twice in an object")
+    return result

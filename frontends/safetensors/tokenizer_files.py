@@ -1,0 +1,206 @@
+"""The tokenizer of a model folder as GGUF metadata: ``tokenizer.json``, ``tokenizer_config.json``, the chat template.
+
+Two kinds are read: BPE over bytes, and SentencePiece BPE with byte tokens. The regular expressions of a pre-tokenizer
+decide its name. The score of a SentencePiece token is the negated rank of its first merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ModelError
+from ..gguf.mapped_file import format_name
+from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+from .json_files import MAX_JSON_BYTES, JsonObject, read_json
+from .write_gguf import Pair
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Values of ``tokenizer.ggml.token_type``."""
+GPT2_PATTERN = PRE_TOKENIZERS["gpt-2"].patterns[0]
+"""The pattern of the pre-tokenizer ByteLevel with ``use_regex``."""
+SPACE_MARK = "▁"
+KEY = "tokenizer.ggml."
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Prefixes of the keys in ``tokenizer_config.json`` and of the keys in GGUF."""
+
+
+def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[str, Pair]:
+    """Return the ``tokenizer.*`` pairs of a folder; without ``tokenizer.json`` the model has no vocabulary.
+
+    Args:
+        folder: The model folder.
+        config: The contents of ``config.json``, for ids of special tokens.
+        vocabulary: Rows of the token embedding. Ids without a token get the texts ``[PAD<id>]``.
+
+    Raises:
+        ModelError: The tokenizer is damaged or of another kind.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if (folder / "tokenizer.model").exists():
+            raise ModelError(
+                f"{format_name(str(folder))}: has tokenizer.model but no tokenizer.json; save the tokenizer with "
+                "transformers' AutoTokenizer.save_pretrained"
+            )
+        return {f"{KEY}model": "no_vocab"}
+    whole = read_json(path)
+    model = whole.get_object("model")
+    kind = model.get_text("type", "BPE")
+    if kind != "BPE":
+        raise whole.make_error(f"model.type is {format_name(kind)!r}, which is not supported; need BPE")
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else JsonObject(settings_path, {})
+    is_sentencepiece = model.get_boolean("byte_fallback", False)
+    tokens, types = _read_tokens(whole, model, vocabulary, is_sentencepiece)
+    merges = _read_merges(model)
+    pairs: dict[str, Pair] = {f"{KEY}model": "llama" if is_sentencepiece else "gpt2"}
+    pairs[f"{KEY}pre"] = "default" if is_sentencepiece else _find_pre_tokenizer(whole, model)
+    pairs[f"{KEY}tokens"] = tokens
+    if is_sentencepiece:
+        pairs[f"{KEY}scores"] = _compute_scores(tokens, merges)
+    pairs[f"{KEY}token_type"] = types
+    if not is_sentencepiece:
+        pairs[f"{KEY}merges"] = [" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges]
+    ids = {text: i for i, text in enumerate(tokens)}
+    pairs |= _read_special_tokens(settings, config, ids)
+    pairs |= _read_added_ends(whole, settings)
+    if is_sentencepiece:
+        pairs[f"{KEY}add_space_prefix"] = _has_space_prefix(whole)
+    return pairs | _read_chat_template(folder, settings)
+
+
+def _read_tokens(
+    whole: JsonObject, model: JsonObject, vocabulary: int, is_sentencepiece: bool
+) -> tuple[list[str], list[int]]:
+    tokens = [f"[PAD{i}]" for i in range(vocabulary)]
+    types = [UNUSED] * vocabulary
+    for text, number in model.get_object("vocab").pairs.items():
+        i = _require_id(whole, text, number, vocabulary)
+        if types[i] != UNUSED:
+            raise whole.make_error(f"tokens {tokens[i]!a:.50} and {text!a:.50} both have the id {i}")
+        is_byte = is_sentencepiece and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        tokens[i], types[i] = text, BYTE if is_byte else NORMAL
+    unknown = model.get_text("unk_token", "")
+    for entry in whole.get_list("added_tokens"):
+        if type(entry) is not dict:
+            raise whole.make_error("added_tokens has an element that is no object")
+        token = JsonObject(whole.path, entry)
+        text = token.get_text("content", "")
+        i = _require_id(whole, text, entry.get("id"), vocabulary)
+        is_special = token.get_boolean("special", False)
+        tokens[i] = text if is_special else text.replace(SPACE_MARK, " ")
+        types[i] = CONTROL if is_special else USER_DEFINED
+    if is_sentencepiece and unknown in tokens:
+        types[tokens.index(unknown)] = UNKNOWN
+    return tokens, types
+
+
+def _require_id(whole: JsonObject, text: str, number: object, vocabulary: int) -> int:
+    if type(number) is not int or not 0 <= number < vocabulary:
+        raise whole.make_error(f"token {text!a:.50} has the id {number!s:.30}; need 0 to {vocabulary - 1}")
+    return number
+
+
+def _read_merges(model: JsonObject) -> list[tuple[str, str]]:
+    """Return the merges in order of priority; older files have ``"a b"`` and newer ones ``["a", "b"]``."""
+    merges = []
+    for merge in model.get_list("merges"):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            raise model.make_error(f"model.merges has {merge!a:.60}; need two texts")
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _compute_scores(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    return [-float(ranks.get(text, len(merges))) for text in tokens]
+
+
+def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
+    """Return the name that llama.cpp gives to the rule with the patterns of this file."""
+    patterns = tuple(_list_patterns(whole.get_object("pre_tokenizer")))
+    ignores_merges = model.get_boolean("ignore_merges", False)
+    known = [name for name, rule in PRE_TOKENIZERS.items() if rule.patterns == patterns and rule.uses_byte_letters]
+    fitting = [name for name in known if PRE_TOKENIZERS[name].ignore_merges == ignores_merges]
+    if not fitting:
+        pattern_list = ", ".join(map(ascii, patterns)) or "none"
+        raise whole.make_error(
+            f"the pre-tokenizer has unknown patterns ({format_name(pattern_list, 200)}); "
+            f"need one of {len(PRE_TOKENIZERS)} known rules"
+        )
+    return fitting[0]
+
+
+def _list_patterns(rule: JsonObject) -> list[str]:
+    kind = rule.get_text("type", "")
+    if kind == "Sequence":
+        parts = [JsonObject(rule.path, part) for part in rule.get_list("pretokenizers") if isinstance(part, dict)]
+        if any(part.get_text("type", "") == "Sequence" for part in parts):
+            raise rule.make_error("pre_tokenizer nests sequences; need one sequence")
+        return [pattern for part in parts for pattern in _list_patterns(part)]
+    if kind == "Split":
+        return [rule.get_object("pattern").get_text("Regex", "")]
+    if kind == "Digits":
+        return [r"\p{N}" if rule.get_boolean("individual_digits", False) else r"\p{N}+"]
+    if kind == "ByteLevel":
+        return [GPT2_PATTERN] if rule.get_boolean("use_regex", True) else []
+    raise rule.make_error(f"the pre-tokenizer {kind[:40]!r} is not supported; need Split, Digits or ByteLevel")
+
+
+def _read_special_tokens(settings: JsonObject, config: JsonObject, ids: Mapping[str, int]) -> dict[str, Pair]:
+    pairs: dict[str, Pair] = {}
+    for source, name in SPECIAL_TOKENS.items():
+        token = settings.pairs.get(f"{source}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        number = ids.get(text) if isinstance(text, str) else None
+        if number is None:
+            stored = config.pairs.get(f"{source}_token_id")
+            number = stored[0] if isinstance(stored, list) and stored else stored  # type: ignore[assignment]
+        if type(number) is int and 0 <= number < len(ids):
+            pairs[f"{KEY}{name}_token_id"] = number
+    return pairs
+
+
+def _read_added_ends(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]:
+    """Return whether BOS and EOS are added: by the template of the post-processor, else by the settings."""
+    processors = [whole.get_object("post_processor")]
+    processors += [JsonObject(whole.path, p) for p in processors[0].get_list("processors") if isinstance(p, dict)]
+    for processor in processors:
+        if processor.get_text("type", "") == "TemplateProcessing" and (single := processor.get_list("single")):
+            first, last = (isinstance(item, dict) and "SpecialToken" in item for item in (single[0], single[-1]))
+            return {f"{KEY}add_bos_token": first, f"{KEY}add_eos_token": last and len(single) > 1}
+    return {f"{KEY}add_{end}_token": settings.get_boolean(f"add_{end}_token", False) for end in ("bos", "eos")}
+
+
+def _has_space_prefix(whole: JsonObject) -> bool:
+    """Whether a text begins with a space mark: a normalizer Prepend, or Metaspace with a prefix."""
+    normalizer, rule = whole.get_object("normalizer"), whole.get_object("pre_tokenizer")
+    kinds = {normalizer.get_text("type", "")}
+    kinds |= {str(part.get("type")) for part in normalizer.get_list("normalizers") if isinstance(part, dict)}
+    return "Prepend" in kinds or (
+        rule.get_text("type", "") == "Metaspace" and rule.get_text("prepend_scheme", "always") != "never"
+    )
+
+
+def _read_chat_template(folder: Path, settings: JsonObject) -> dict[str, Pair]:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{format_name(str(path))}: is larger than {MAX_JSON_BYTES} bytes; need a template")
+        try:
+            return {"tokenizer.chat_template": path.read_text("utf-8")}
+        except (OSError, UnicodeDecodeError):
+            raise ModelError(f"{format_name(str(path))}: is no readable UTF-8 text; download it again") from None
+    template = settings.pairs.get("chat_template")
+    pairs: dict[str, Pair] = {}
+    if isinstance(template, str):
+        pairs["tokenizer.chat_template"] = template
+    for entry in template if isinstance(template, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("template"), str) and isinstance(entry.get("name"), str):
+            suffix = "" if entry["name"] == "default" else f".{entry['name']}"
+            pairs[f"tokenizer.chat_template{suffix}"] = entry["template"]
+    return pairs

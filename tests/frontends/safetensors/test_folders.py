@@ -1,0 +1,179 @@
+"""Damaged and hostile folders give one line, and tokenizer files give the ids of HF ``tokenizers``."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.open_model import open_model, open_model_file
+from hocket.frontends.safetensors import open_folder, write_folder_as_gguf
+from hocket.frontends.safetensors.shards import read_shard
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 400,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+}
+LAYER_SHAPES = {
+    "input_layernorm": (8,),
+    "self_attn.q_proj": (8, 8),
+    "self_attn.k_proj": (8, 8),
+    "self_attn.v_proj": (8, 8),
+    "self_attn.o_proj": (8, 8),
+    "post_attention_layernorm": (8,),
+    "mlp.gate_proj": (12, 8),
+    "mlp.up_proj": (12, 8),
+    "mlp.down_proj": (8, 12),
+}
+SHAPES = {"model.embed_tokens.weight": (400, 8), "model.norm.weight": (8,)} | {
+    f"model.layers.0.{name}.weight": shape for name, shape in LAYER_SHAPES.items()
+}
+NORM = "model.norm.weight"
+TEXTS = ["the quick brown fox jumps, I'll say 12345 times", "hello world\n\nhello   there"]
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def write_folder(folder, *, config=None, entries=None, header=None):
+    """Write a folder with bfloat16 weights 0 to 250 in turn; `entries` replaces header entries."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    table, end = {}, 0
+    for name, shape in SHAPES.items():
+        size = 2 * int(np.prod(shape))
+        table[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    table |= entries or {}
+    text = json.dumps(table).encode() if header is None else header
+    data = ((np.arange(end // 2, dtype=np.float32) % 251).view(np.uint32) >> 16).astype("<u2")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data.tobytes())
+    return folder
+
+
+def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_path):
+    folder, file = write_folder(tmp_path / "tiny"), tmp_path / "tiny.gguf"
+    count, size = write_folder_as_gguf(folder, file)
+    mapped, written = open_model_file(folder), open_gguf(file)
+    assert (count, size) == (len(SHAPES), file.stat().st_size)
+    assert dict(written.metadata) == dict(mapped.metadata)
+    assert list(written.tensors) == list(mapped.tensors)
+    for name, tensor in mapped.tensors.items():
+        assert np.array_equal(tensor.raw, written.tensors[name].raw), name
+    assert str(written.tensors["output_norm.weight"].dtype) == "f32"
+    assert str(written.tensors["blk.0.ffn_down.weight"].dtype) == "bf16"
+    rows = read_shard(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].raw
+    assert len(np.unique(rows, axis=0)) == 8
+    # the rows of a head of 4 go from halves (0, 1 | 2, 3) to pairs (0, 2), (1, 3)
+    assert np.array_equal(mapped.tensors["blk.0.attn_q.weight"].raw, rows[[0, 2, 1, 3, 4, 6, 5, 7]])
+    assert open_model(folder).vocabulary_size == 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"header": b"[]"}, "holds a list; need a JSON object"),
+        ({"header": b"{"}, "is no valid JSON"),
+        ({"header": b"[" * 100_000}, "is no valid JSON"),
+        ({"header": b'{"a": {}, "a": {}}'}, "a key appears twice"),
+        ({"entries": {NORM: {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}}, "has the dtype 'F8_E4M3'"),
+        ({"entries": {NORM: {"dtype": "BF16", "shape": [-8], "data_offsets": [0, 16]}}}, "has the shape [-8]"),
+        ({"entries": {NORM: {"dtype": "BF16", "shape": [8], "data_offsets": [0, 18]}}}, "needs 16 bytes, but has"),
+        ({"entries": {NORM: {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]}}}, "overlaps tensor"),
+        ({"entries": {NORM: {"dtype": "BF16", "shape": [8], "data_offsets": [1 << 40, (1 << 40) + 16]}}}, "needs 16"),
+        ({"entries": {NORM: {"dtype": "BF16", "shape": [8], "data_offsets": [True, 16]}}}, "has the offsets"),
+        ({"entries": {NORM: 3}}, "is 3; need an object"),
+        ({"entries": {"model.what": {"dtype": "BF16", "shape": [8], "data_offsets": [6400, 6416]}}}, "model.what"),
+        (
+            {"config": {"model_type": "bloom"}},
+            "need llama, mistral, qwen2, qwen3, qwen3_moe, granite",
+        ),
+        ({"config": {"num_attention_heads": True}}, "num_attention_heads is True; need an integer"),
+        ({"config": {"num_attention_heads": 3}}, "need 3 heads"),
+        ({"config": {"hidden_act": "relu"}}, "hidden_act is 'relu'"),
+        ({"config": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, "rope_type 'dynamic' is not supported"),
+        ({"config": {"tie_word_embeddings": False}}, "lm_head.weight is missing"),
+        ({"config": {"quantization_config": {"quant_method": "fp8"}}}, "quantised folders are not supported"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(changes, message, tmp_path):
+    with pytest.raises(ModelError) as caught:
+        open_folder(write_folder(tmp_path / "bad", **changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_longer_than_its_file_is_refused(tmp_path):
+    folder = write_folder(tmp_path / "bad")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    with pytest.raises(ModelError, match="announces a header of 4611686018427387904 bytes"):
+        open_folder(folder)
+
+
+def test_an_index_names_only_files_of_its_folder(tmp_path):
+    folder = write_folder(tmp_path / "bad")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {NORM: "../other.safetensors"}}))
+    with pytest.raises(ModelError, match=r"need NAME\.safetensors"):
+        open_folder(folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*SHAPES, "absent"], "model.safetensors")}))
+    with pytest.raises(ModelError, match="tensor absent is in no file"):
+        open_folder(folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(SHAPES, "model.safetensors")}))
+    assert len(open_folder(folder).tensors) == len(SHAPES)
+
+
+def make_byte_tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<s>"], initial_alphabet=letters.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 9, trainer)
+    return tokenizer
+
+
+def make_sentencepiece_tokenizer():
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=390, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 9, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(make_byte_tokenizer, ("gpt2", "qwen2")), (make_sentencepiece_tokenizer, ("llama", "default"))]
+)
+def test_a_tokenizer_file_has_the_ids_of_hf_tokenizers(make, kind, tmp_path):
+    folder, golden = write_folder(tmp_path / "tiny"), make()
+    golden.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": "{{ x }}"}))
+    metadata = open_folder(folder).metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == kind
+    assert metadata["tokenizer.chat_template"] == "{{ x }}"
+    assert metadata["tokenizer.ggml.bos_token_id"] == golden.token_to_id("<s>")
+    tokenizer = tokenizer_from_metadata(metadata)
+    for text in [*TEXTS, "hello fox 99 é\n\n"]:
+        assert list(tokenizer.encode(text, add_special=True)) == golden.encode(text).ids
+
+
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path):
+    folder, tokenizer = write_folder(tmp_path / "tiny"), make_byte_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[abc]+"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="the pre-tokenizer has unknown patterns"):
+        open_folder(folder)
