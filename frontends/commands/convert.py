@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from ...graph.storage.files import check_writable
+from ...graph.storage.files import require_writable
 from ..safetensors import write_folder_as_gguf
-from ..terminal.output import write_log_line
+from ..terminal.output import write_line_to_stderr
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_writable(args.output)
+    require_writable(args.output)
     tensors, size = write_folder_as_gguf(args.folder, args.output)
-    write_log_line(f"{args.output}: {tensors} tensors, {size} bytes")
+    write_line_to_stderr(f"{args.output}: {tensors} tensors, {size} bytes")
     return 0

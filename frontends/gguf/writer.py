@@ -38,8 +38,8 @@ class TensorDescription:
 
 
 def encode_string(text: str) -> bytes:
-    """Return a string of a header: its length in bytes, and UTF-8."""
-    raw = text.encode()
+    """Return a string of a header: its length in bytes, and UTF-8; a lone surrogate becomes a question mark."""
+    raw = text.encode("utf-8", "replace")
     return struct.pack("<Q", len(raw)) + raw
 
 

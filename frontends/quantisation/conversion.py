@@ -127,8 +127,8 @@ def plan_conversion(
         name = format_name_for_message(c.tensor.name)
         if c.dtype is not c.tensor.dtype and c.tensor.dtype.is_quantised and not requantises:
             raise ModelError(
-                f"{format_name_for_message(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second rounding "
-                "adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
+                f"{format_name_for_message(str(model.path))}: tensor {name} is {c.tensor.dtype} already, and a second "
+                "rounding adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
             )
         found = importance.find(c.tensor) if importance is not None else None
         needs = request.file_type.name == "Q2_K_S" and c.dtype is DType.Q2_K
@@ -268,7 +268,7 @@ def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances
     if not largest <= limit:
         problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
         raise ModelError(
-            f"{format_name_for_message(str(c.tensor.file.path))}: tensor {format_name_for_message(c.tensor.name)} has a value of {problem}; "
-            f"{c.dtype} needs magnitudes up to {limit:g}; repair the model, or keep the tensor with --tensor-type"
+            f"{format_name_for_message(str(c.tensor.file.path))}: tensor "
+            f"{format_name_for_message(c.tensor.name)} has a value of {problem}; {c.dtype} needs magnitudes up to {limit:g}; repair the model, or keep the tensor with --tensor-type"
         )
     return quantise_rows(x, c.dtype, importance)

@@ -43,8 +43,8 @@ class ImportanceMatrix:
         matrices = int(np.prod(tensor.shape[:-2], dtype=np.int64))
         if known.shape != (matrices, tensor.shape[-1]):
             raise ModelError(
-                f"{format_name_for_message(str(self.path))}: importances of {format_name_for_message(tensor.name)} have shape "
-                f"{list(known.shape)}, but the weight needs {[matrices, tensor.shape[-1]]}; make the importance matrix "
+                f"{format_name_for_message(str(self.path))}: importances of {format_name_for_message(tensor.name)} have "
+                f"shape {list(known.shape)}, but the weight needs {[matrices, tensor.shape[-1]]}; make the importance matrix "
                 "with this model"
             )
         return known
@@ -70,7 +70,8 @@ def read_importance_matrix(path: str | Path) -> ImportanceMatrix:
                 problem = "has a number that is infinite, NaN or negative"
         if problem is not None:
             raise ModelError(
-                f"{format_name_for_message(str(path))}: tensor {format_name_for_message(name)} {problem}; make the file again"
+                f"{format_name_for_message(str(path))}: tensor {format_name_for_message(name)} {problem}; "
+                "make the file again"
             )
         sums_of_tokens = sums_of_tokens.reshape(len(tokens), -1)
         # An expert without tokens has no information: all of its columns are equally important.

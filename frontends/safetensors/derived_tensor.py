@@ -26,7 +26,7 @@ class DerivedTensor(Tensor):
     @property
     def origin(self) -> WeightOrigin:
         """The identity of the elements: the origin of the source, and the computation."""
-        origin = self.source.origin
+        origin = self.source.weight_origin
         return WeightOrigin(origin.file, f"{origin.version} {self.change}", origin.offset)
 
     @property
@@ -36,7 +36,7 @@ class DerivedTensor(Tensor):
 
     def release(self) -> None:
         """Release the memory of the bytes of the source."""
-        self.source.release()
+        self.source.release_memory()
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """Return the values as float32 [*shape], a new array."""

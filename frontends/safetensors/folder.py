@@ -21,7 +21,8 @@ from ...graph.dtypes import DType
 from ...ops.quantisation import dequantise
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from ..gguf.mapped_file import MappedFile, format_name
+from ..gguf.mapped_file import MappedFile, format_name_for_message
+from ..gguf.writer import WRITTEN_VERSION
 from .derived_tensor import derive_tensor
 from .families import (
     EXPERT_NAME,
@@ -37,7 +38,7 @@ from .families import (
 from .json_files import JsonObject, read_json
 from .shards import read_shards
 from .tokenizer_files import read_tokenizer
-from .write_gguf import VERSION, Pair, decode_pairs, encode_pairs, write_gguf
+from .write_gguf import Pair, decode_pairs, encode_pairs, write_gguf
 
 CONFIG_NAME = "config.json"
 FILE_TYPES = {DType.F32: 0, DType.F16: 1, DType.BF16: 32}
@@ -57,7 +58,7 @@ def open_folder(path: str | os.PathLike[str]) -> Gguf:
     """
     pairs, tensors, shard_paths = _read_folder(Path(path))
     metadata = decode_pairs(encode_pairs(pairs), Path(path))
-    return Gguf(Path(path), VERSION, MappingProxyType(metadata), MappingProxyType(tensors), shard_paths)
+    return Gguf(Path(path), WRITTEN_VERSION, MappingProxyType(metadata), MappingProxyType(tensors), shard_paths)
 
 
 def write_folder_as_gguf(path: str | os.PathLike[str], output: str | os.PathLike[str]) -> tuple[int, int]:
@@ -68,7 +69,7 @@ def write_folder_as_gguf(path: str | os.PathLike[str], output: str | os.PathLike
         OSError: The file cannot be written.
     """
     pairs, tensors, _ = _read_folder(Path(path))
-    size = write_gguf(Path(output), encode_pairs(pairs), len(pairs), tensors)
+    size = write_gguf(Path(output), encode_pairs(pairs), tensors)
     return len(tensors), size
 
 
@@ -81,7 +82,9 @@ def _read_folder(folder: Path) -> tuple[dict[str, Pair], dict[str, Tensor], tupl
         tensors["rope_freqs.weight"] = _make_rope_factors(config)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
-        raise ModelError(f"{format_name(str(folder))}: has no model.embed_tokens.weight; download the folder again")
+        raise ModelError(
+            f"{format_name_for_message(str(folder))}: has no model.embed_tokens.weight; download the folder again"
+        )
     pairs: dict[str, Pair] = {
         "general.architecture": family.architecture,
         "general.type": "model",
@@ -106,8 +109,9 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
             continue
         new_name = map_tensor_name(family, name)
         if new_name is None:
-            raise tensor.file.error(
-                f"tensor {format_name(name)} is unknown in {family.architecture}", "convert the folder with llama.cpp"
+            raise tensor.file.make_error(
+                f"tensor {format_name_for_message(name)} is unknown in {family.architecture}",
+                "convert the folder with llama.cpp",
             )
         tensors[new_name] = _convert_tensor(family, config, tensor, new_name)
     for name, parts in experts.items():
@@ -126,7 +130,9 @@ def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, na
         if part == "attn_k":
             heads = config.get_integer("num_key_value_heads", heads) or heads
         if tensor.shape[0] % (2 * heads):
-            raise tensor.file.error(f"tensor {format_name(tensor.name)} has {tensor.shape[0]} rows; need {heads} heads")
+            raise tensor.file.make_error(
+                f"tensor {format_name_for_message(tensor.name)} has {tensor.shape[0]} rows; need {heads} heads"
+            )
     offset = family.norm_offset if part.endswith("norm") else 0.0
     # llama.cpp's converter stores vectors and the router as float32
     dtype = DType.F32 if len(tensor.shape) == 1 or part == "ffn_gate_inp" else tensor.dtype
@@ -146,13 +152,13 @@ def _stack_experts(config: JsonObject, name: str, experts: list[Tensor]) -> Tens
     """Return the matrices of all experts of a layer as one tensor [experts, rows, columns], stacked when it is read."""
     first, count = experts[0], read_expert_count(config)
     if len(experts) != count or any((e.shape, e.dtype) != (first.shape, first.dtype) for e in experts):
-        raise first.file.error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
-    origins = sha256(repr([e.origin for e in experts]).encode()).hexdigest()
+        raise first.file.make_error(f"{name} has {len(experts)} experts; need {count} of equal shape and dtype")
+    origins = sha256(repr([e.weight_origin for e in experts]).encode()).hexdigest()
 
     def stack(_: np.ndarray) -> np.ndarray:
         stacked = np.stack([e.raw for e in experts])
         for expert in experts:
-            expert.release()
+            expert.release_memory()
         return stacked
 
     return derive_tensor(

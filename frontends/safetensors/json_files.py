@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..gguf.mapped_file import format_name
+from ..gguf.mapped_file import format_name_for_message
 
 MAX_JSON_BYTES = 1 << 28
 """Bytes of the largest accepted JSON file; a tokenizer of 256,000 tokens has about 32 MiB."""
@@ -86,7 +86,7 @@ class JsonObject:
 
     def make_error(self, problem: str) -> ModelError:
         """Return a one-line error about this file."""
-        return ModelError(f"{format_name(str(self.path))}: {problem}; download the folder again")
+        return ModelError(f"{format_name_for_message(str(self.path))}: {problem}; download the folder again")
 
 
 def read_json(path: Path) -> JsonObject:
@@ -98,11 +98,13 @@ def read_json(path: Path) -> JsonObject:
     try:
         size = path.stat().st_size
         if not path.is_file() or size > MAX_JSON_BYTES:
-            raise ModelError(f"{format_name(str(path))}: has {size} bytes; need a file of at most {MAX_JSON_BYTES}")
+            raise ModelError(
+                f"{format_name_for_message(str(path))}: has {size} bytes; need a file of at most {MAX_JSON_BYTES}"
+            )
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(
-            f"{format_name(str(path))}: cannot be read ({error.strerror}); download the folder again"
+            f"{format_name_for_message(str(path))}: cannot be read ({error.strerror}); download the folder again"
         ) from None
     return parse_json(data, path)
 
@@ -113,10 +115,11 @@ def parse_json(data: bytes, path: Path) -> JsonObject:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_make_object)
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"{format_name(str(path))}: is no valid JSON ({format_name(str(error))}); download the folder again"
+            f"{format_name_for_message(str(path))}: is no valid JSON ({format_name_for_message(str(error))}); "
+            "download the folder again"
         ) from None
     if type(value) is not dict:
-        raise ModelError(f"{format_name(str(path))}: holds a {type(value).__name__}; need a JSON object")
+        raise ModelError(f"{format_name_for_message(str(path))}: holds a {type(value).__name__}; need a JSON object")
     return JsonObject(path, value)
 
 

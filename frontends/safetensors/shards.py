@@ -13,7 +13,7 @@ from pathlib import Path
 from ...graph.dtypes import DType
 from ..errors import ModelError
 from ..gguf import Tensor
-from ..gguf.mapped_file import LENGTH_FIELD, MappedFile, format_name, map_file
+from ..gguf.mapped_file import LENGTH_FIELD, MappedFile, format_name_for_message, map_file
 from ..gguf.tensor import MAX_AXES, MAX_TENSORS
 from .json_files import JsonObject, parse_json, read_json
 
@@ -34,8 +34,8 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
         path = folder / "model.safetensors"
         if not path.exists():
             raise ModelError(
-                f"{format_name(str(folder))}: has no model.safetensors and no {INDEX_NAME}; download the weights as "
-                "safetensors"
+                f"{format_name_for_message(str(folder))}: has no model.safetensors and no {INDEX_NAME}; "
+                "download the weights as safetensors"
             )
         return read_shard(path)
     index = read_json(index_path)
@@ -49,10 +49,14 @@ def read_shards(folder: Path) -> dict[str, Tensor]:
     for file_name in sorted(names):
         for name, tensor in read_shard(folder / file_name).items():
             if weight_map.get(name) != file_name:
-                raise tensor.file.error(f"tensor {format_name(name)} is not in this file by {INDEX_NAME}")
+                raise tensor.file.make_error(
+                    f"tensor {format_name_for_message(name)} is not in this file by {INDEX_NAME}"
+                )
             tensors[name] = tensor
     if missing := [name for name in weight_map if name not in tensors]:
-        raise index.make_error(f"tensor {format_name(missing[0])} is in no file; {len(missing)} tensors are missing")
+        raise index.make_error(
+            f"tensor {format_name_for_message(missing[0])} is in no file; {len(missing)} tensors are missing"
+        )
     return tensors
 
 
@@ -64,10 +68,10 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     """
     file = map_file(path)
     if file.size < LENGTH_FIELD.size:
-        raise file.error(f"has {file.size} bytes; need 8 bytes with the length of the header")
+        raise file.make_error(f"has {file.size} bytes; need 8 bytes with the length of the header")
     length = int(LENGTH_FIELD.unpack_from(file.data, 0)[0])
     if length > min(MAX_HEADER_BYTES, file.size - LENGTH_FIELD.size):
-        raise file.error(
+        raise file.make_error(
             f"announces a header of {length} bytes, but the file has {file.size} and at most {MAX_HEADER_BYTES} are "
             "accepted"
         )
@@ -75,31 +79,34 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     header = parse_json(file.data[LENGTH_FIELD.size : start], path)
     names = [name for name in header.pairs if name != "__metadata__"]
     if len(names) > MAX_TENSORS:
-        raise file.error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
+        raise file.make_error(f"announces {len(names)} tensors; at most {MAX_TENSORS} are accepted")
     tensors = sorted((_read_entry(header, name, file, start) for name in names), key=lambda tensor: tensor.offset)
     for first, second in pairwise(tensors):
         if first.offset + first.nbytes > second.offset:
-            raise file.error(f"tensor {format_name(second.name)} overlaps tensor {format_name(first.name)}")
+            raise file.make_error(
+                f"tensor {format_name_for_message(second.name)} overlaps tensor {format_name_for_message(first.name)}"
+            )
     return {tensor.name: tensor for tensor in tensors}
 
 
 def _read_entry(header: JsonObject, name: str, file: MappedFile, start: int) -> Tensor:
     entry = header.get_object(name)
     shape, offsets, dtype = entry.get_list("shape"), entry.get_list("data_offsets"), entry.get_text("dtype", "")
-    who = f"tensor {format_name(name)}"
+    who = f"tensor {format_name_for_message(name)}"
     if dtype not in DTYPES:
-        raise file.error(
-            f"{who} has the dtype {format_name(dtype)!r}; need {', '.join(DTYPES)}", "save the model in bfloat16"
+        raise file.make_error(
+            f"{who} has the dtype {format_name_for_message(dtype)!r}; need {', '.join(DTYPES)}",
+            "save the model in bfloat16",
         )
     if len(shape) > MAX_AXES or any(type(n) is not int or not 0 < n < 1 << 48 for n in shape):
-        raise file.error(f"{who} has the shape {reprlib.repr(shape)}; need at most {MAX_AXES} positive integers")
+        raise file.make_error(f"{who} has the shape {reprlib.repr(shape)}; need at most {MAX_AXES} positive integers")
     if len(offsets) != 2 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in offsets):
-        raise file.error(f"{who} has the offsets {reprlib.repr(offsets)}; need the first and the last byte")
+        raise file.make_error(f"{who} has the offsets {reprlib.repr(offsets)}; need the first and the last byte")
     begin, end = (int(n) for n in offsets)  # type: ignore[call-overload]  # integers by the check above
     sizes = tuple(int(n) for n in shape) or (1,)  # type: ignore[call-overload]  # integers by the check above
     need = prod(sizes) * DTYPES[dtype].block_bytes
     if end - begin != need or start + end > file.size:
-        raise file.error(
+        raise file.make_error(
             f"{who} ({dtype}{list(sizes)}) needs {need} bytes, but has bytes {begin} to {end} of {file.size - start}"
         )
     return Tensor(name, sizes, DTYPES[dtype], file, start + begin)

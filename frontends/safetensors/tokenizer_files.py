@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ModelError
-from ..gguf.mapped_file import format_name
+from ..gguf.mapped_file import format_name_for_message
 from ..gguf.tokenization.pretokenizers import PRE_TOKENIZERS
 from .json_files import MAX_JSON_BYTES, JsonObject, read_json
 from .write_gguf import Pair
@@ -40,15 +40,15 @@ def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[st
     if not path.exists():
         if (folder / "tokenizer.model").exists():
             raise ModelError(
-                f"{format_name(str(folder))}: has tokenizer.model but no tokenizer.json; save the tokenizer with "
-                "transformers' AutoTokenizer.save_pretrained"
+                f"{format_name_for_message(str(folder))}: has tokenizer.model but no tokenizer.json; "
+                "save the tokenizer with transformers' AutoTokenizer.save_pretrained"
             )
         return {f"{KEY}model": "no_vocab"}
     whole = read_json(path)
     model = whole.get_object("model")
     kind = model.get_text("type", "BPE")
     if kind != "BPE":
-        raise whole.make_error(f"model.type is {format_name(kind)!r}, which is not supported; need BPE")
+        raise whole.make_error(f"model.type is {format_name_for_message(kind)!r}, which is not supported; need BPE")
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else JsonObject(settings_path, {})
     is_sentencepiece = model.get_boolean("byte_fallback", False)
@@ -129,7 +129,7 @@ def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
     if not fitting:
         pattern_list = ", ".join(map(ascii, patterns)) or "none"
         raise whole.make_error(
-            f"the pre-tokenizer has unknown patterns ({format_name(pattern_list, 200)}); "
+            f"the pre-tokenizer has unknown patterns ({format_name_for_message(pattern_list, 200)}); "
             f"need one of {len(PRE_TOKENIZERS)} known rules"
         )
     return fitting[0]
@@ -190,11 +190,15 @@ def _read_chat_template(folder: Path, settings: JsonObject) -> dict[str, Pair]:
     path = folder / "chat_template.jinja"
     if path.exists():
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{format_name(str(path))}: is larger than {MAX_JSON_BYTES} bytes; need a template")
+            raise ModelError(
+                f"{format_name_for_message(str(path))}: is larger than {MAX_JSON_BYTES} bytes; need a template"
+            )
         try:
             return {"tokenizer.chat_template": path.read_text("utf-8")}
         except (OSError, UnicodeDecodeError):
-            raise ModelError(f"{format_name(str(path))}: is no readable UTF-8 text; download it again") from None
+            raise ModelError(
+                f"{format_name_for_message(str(path))}: is no readable UTF-8 text; download it again"
+            ) from None
     template = settings.pairs.get("chat_template")
     pairs: dict[str, Pair] = {}
     if isinstance(template, str):
