@@ -267,8 +267,9 @@ def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances
     limit = MAX_FLOAT16 if c.dtype.is_quantised or c.dtype is DType.F16 else float(np.finfo(np.float32).max)
     if not largest <= limit:
         problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
+        file, name = format_name_for_message(str(c.tensor.file.path)), format_name_for_message(c.tensor.name)
         raise ModelError(
-            f"{format_name_for_message(str(c.tensor.file.path))}: tensor "
-            f"{format_name_for_message(c.tensor.name)} has a value of {problem}; {c.dtype} needs magnitudes up to {limit:g}; repair the model, or keep the tensor with --tensor-type"
+            f"{file}: tensor {name} has a value of {problem}; {c.dtype} needs magnitudes up to {limit:g}; "
+            "repair the model, or keep the tensor with --tensor-type"
         )
     return quantise_rows(x, c.dtype, importance)

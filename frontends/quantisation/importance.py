@@ -42,10 +42,11 @@ class ImportanceMatrix:
             return None
         matrices = int(np.prod(tensor.shape[:-2], dtype=np.int64))
         if known.shape != (matrices, tensor.shape[-1]):
+            file, name = format_name_for_message(str(self.path)), format_name_for_message(tensor.name)
+            need = [matrices, tensor.shape[-1]]
             raise ModelError(
-                f"{format_name_for_message(str(self.path))}: importances of {format_name_for_message(tensor.name)} have "
-                f"shape {list(known.shape)}, but the weight needs {[matrices, tensor.shape[-1]]}; make the importance matrix "
-                "with this model"
+                f"{file}: importances of {name} have shape {list(known.shape)}, but the weight needs {need}; "
+                "make the importance matrix with this model"
             )
         return known
 
