@@ -78,7 +78,7 @@ def test_the_worked_example_of_the_map_is_what_the_passes_make():
 
 KINDS_OF_CHANGES = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 AREAS = {"chat", "command line", "conformance", "CPU", "CUDA", "embeddings", "files", "generation", "GGUF", "grammars"}
-AREAS |= {"docs", "graphs", "ONNX", "planner", "Python", "PyTorch", "ranks", "view"}
+AREAS |= {"docs", "graphs", "ONNX", "planner", "Python", "PyTorch", "ranks", "serving", "view"}
 
 
 def test_changes_since_the_last_version_have_a_kind_an_area_and_one_sentence():
