@@ -198,7 +198,7 @@ class DriverBackend:
         return list_launch_groups(program, self.driver.limits(on))
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether kernels can run during collectives of these devices; not if collectives go through the host."""
+        """Return whether kernels can run during collectives of these devices; no if they go through the host."""
         return self.driver.can_overlap_collectives and (
             len(devices) == 1 or choose_transport(devices, self.driver).has_device_collectives
         )
@@ -294,7 +294,7 @@ class RecordedProgram:
         self._run_and_read_outputs(self._read_fault)
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that runs the program and returns `tensors` as host arrays, with a single wait of the host."""
+        """Return a function that runs the program and returns `tensors` as host arrays; the host waits only once."""
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
         return lambda: self._run_and_read_outputs(read)[1:]
@@ -404,7 +404,7 @@ class RecordedProgram:
         return self._constants[key]
 
     def _record_pending_steps(self) -> None:
-        """Record the pending steps as one call: the steps that were bound since the last collective through the host."""
+        """Record the pending steps as one call: all steps bound since the last collective through the host."""
         if steps := [*self._pending_steps, *self._builder.take_launches()]:
             self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
             self._recorded_steps[run] = flatten_steps(steps)

@@ -58,9 +58,9 @@ def wait_until_group_ready(comm: Comm) -> None:
 
 
 def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
-    """Gather the 64-bit words of all devices of a group: an array [devices, *shape of `mine`].
+    """Gather the arrays `mine` of all devices of a group into one array of 64-bit words [devices, *shape of `mine`].
 
-    All devices pass the same shape and the same negative `sequence` number.
+    All devices pass arrays of the same shape. They also pass the same `sequence` number, which is negative.
 
     Raises:
         BackendError: A device failed or did not arrive.
@@ -104,7 +104,7 @@ def _decode_peer_addresses(table: Words) -> PeerAddresses:
 
 
 def _decode_operand(words: Sequence[int]) -> Operand:
-    """Decode an operand from its words. The operand belongs to no buffer of this device."""
+    """Decode an operand of another device from its words; it belongs to no buffer of this device."""
     address, dtype, rank, *rest = words
     shape, strides = tuple(rest[:rank]), tuple(rest[MAX_AXES : MAX_AXES + rank])
     return Operand(address, Tensor(-1, 0, shape, strides, CODED_DTYPES[dtype]))

@@ -57,7 +57,7 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare_exchange(self) -> None:
-        """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
+        """Do what must precede the exchange of addresses: allocate signals, and compile the kernels of collectives.
 
         No device then waits for a compiler during the exchange.
         """
@@ -104,7 +104,7 @@ class ProgramCollectives:
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
-        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 without such sums."""
+        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 if none is needed."""
         is_needed = any(collective.uses_pushed_all_reduce(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
@@ -124,7 +124,7 @@ class ProgramCollectives:
             )
 
     def add_collective(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
-        """Add a collective to the launches, as a library exchange or as kernels over peer memory.
+        """Add a collective to the launches, as a library exchange or as kernels over peer memory, if one is possible.
 
         Returns:
             Whether the collective was added. If not, it runs through host memory. All devices get the same result.
@@ -148,14 +148,14 @@ class ProgramCollectives:
         return True
 
     def _can_cross_groups(self, call: BoundInstruction) -> bool:
-        """Return whether a message can cross device groups. Such a message goes through host memory."""
+        """Return whether `call` is a message that may leave the device group; it then goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_exchange_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
+        """Bind a library exchange whose scratch is the staging memory of the program.
 
-        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
-        Exchanges can share the memory because they run one after the other.
+        All exchanges share this memory, because they run one after the other. The first call of `bind` uses address 0
+        and measures the staging bytes. The second call uses the real address.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),
@@ -190,9 +190,9 @@ class ProgramCollectives:
 
     @property
     def can_hang(self) -> bool:
-        """Whether the program can hang: it has library exchanges, which wait for other devices without a timeout.
+        """Whether the program has library exchanges, which wait for other devices without a timeout.
 
-        A program without exchanges needs no polling of its stream.
+        The stream of any other program needs no polling.
         """
         return self._watchdog is not None and bool(self._exchange_count)
 

@@ -19,7 +19,7 @@ It is an estimate without a measurement."""
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The transport of a device group's collectives: peer memory, a library, or host memory.
+    """The way in which the collectives of a device group move data: by peer memory, a library, or host memory.
 
     Attributes:
         has_peer_access: Kernels of each device can read and write the memory of all others.
@@ -73,7 +73,8 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
     """Choose the transport between the members of a communicator.
 
-    A group of one device, and a group without a signal pad, use host memory.
+    It is host memory for a group of one device, and for a group without a signal pad (memory for signals between
+    devices).
     """
     if comm.signal_pad is None or comm.size < 2:
         return HOST_TRANSPORT

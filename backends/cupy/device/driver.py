@@ -29,7 +29,7 @@ CUDA_HEADER, HIP_HEADER = "cuda.cuh", "hip.cuh"
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """A CUDA source: a `.cu` file and the template instances that bindings request, which are compiled together, once.
+    """A CUDA source: a `.cu` file and the template instances that kernels need, which are compiled together, once.
 
     Args:
         file: A file name in the folder ``kernels`` or its subfolders, or a path.
@@ -56,7 +56,7 @@ class KernelSource:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that make up the text, in order: headers first."""
+        """The names of the files that make up the complete text, in order: headers first."""
         return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
@@ -67,7 +67,7 @@ def find_kernel_files() -> Mapping[str, Path]:
 
 
 def find_kernel_path(file: str) -> Path:
-    """Find the path of a kernel file by its name. An unknown name is a path itself."""
+    """Return the path of a kernel file by its name in the folder ``kernels``; any other name is itself a path."""
     return find_kernel_files().get(file) or Path(file)
 
 
@@ -95,7 +95,7 @@ class KernelInstance:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpan:
-    """The byte range that a kernel may access through one launch word, and the index of that word."""
+    """The byte range that a kernel may access through one launch word (an address), and the index of that word."""
 
     word_index: int
     low: int
@@ -123,7 +123,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LibraryTransfer:
-    """The part of one device in an operation of a collective library.
+    """The part of one device in one operation of a collective library.
 
     `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
 
@@ -144,15 +144,15 @@ class Communicator(Protocol):
     """The communicator of one device in a group of a collective library. All methods raise `BackendError`."""
 
     def enqueue_transfers(self, transfers: Sequence[LibraryTransfer], stream: int) -> None:
-        """Enqueue transfers into a stream of the device as one group, in which no transfer waits for another."""
+        """Enqueue transfers into a stream of the device as one group: none of them waits for another of the group."""
 
     def find_error(self) -> str | None:
         """Find an asynchronous error of the library; return its message, or `None`."""
 
     def abort(self) -> None:
-        """Abort all present and future transfers of this communicator, without results; the communicator is lost.
+        """Abort all present and future transfers of this communicator, without results; it is lost then.
 
-        The call may return late: after all recordings that use the communicator are deleted.
+        The call returns only after all recordings that use the communicator are deleted, which may be late.
         """
 
 
@@ -180,7 +180,7 @@ class CollectiveLibrary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LibraryExchange:
-    """A step that runs a group of library transfers between launches."""
+    """A step of a program that runs several transfers of a collective library as one group."""
 
     communicator: Communicator
     transfers: tuple[LibraryTransfer, ...]
@@ -192,7 +192,7 @@ SingleStep = Launch | LibraryExchange
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOverlap:
-    """A step that runs a collective and independent launches at the same time.
+    """A step that runs a collective and, at the same time, launches that do not depend on it.
 
     Both wait for all earlier steps. All later steps wait for both.
     """
@@ -210,7 +210,7 @@ DriverStep = SingleStep | CollectiveOverlap
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
-    """Flatten steps into launches and exchanges without overlap: each collective before its overlapped launches."""
+    """Return all launches and exchanges of the steps as one list; each collective precedes its overlapped launches."""
     singles: list[SingleStep] = []
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
@@ -274,7 +274,7 @@ class Driver(Protocol):
         """Find a collective library for these devices; if there is none, return the reason."""
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Map page-aligned host memory for devices; return its device address, the same for all devices of the process.
+        """Map page-aligned host memory for devices, and return its device address, equal on all devices of the process.
 
         Args:
             board: The host memory.
@@ -297,7 +297,7 @@ class Driver(Protocol):
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs one after the other, and return the device seconds of each.
 
-        If the device ends a run before the host launches the next one, the time includes the launch.
+        If the device was idle before a run, the time of the run includes its launch by the host.
         """
 
     def synchronise(self, on: Device) -> None:
