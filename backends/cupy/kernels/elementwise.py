@@ -31,12 +31,12 @@ def _make_attribute_reader(*names: str) -> ScalarReader:
 
 
 def _read_scale_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Read factor and bias of a `scale` instruction. A missing bias is -0.0, which preserves the sign of zeros."""
+    """Return the factor and the bias of a `scale` instruction; a missing bias is -0.0, which keeps the sign of -0.0."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
 def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Compute the scalars n, p, beta and eps of the xIELU activation from its attributes."""
+    """Compute the four scalar arguments of the xIELU kernel (n, p, beta and eps) from the attributes."""
     alpha_n, alpha_p, beta, eps = _make_attribute_reader("alpha_n", "alpha_p", "beta", "eps")(call)
     softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
     return beta + softplus[0], softplus[1], beta, eps
@@ -128,9 +128,9 @@ def launch_elementwise(
 
 
 def count_elementwise_blocks(count: int) -> int:
-    """Count the thread blocks of an elementwise launch over `count` elements.
+    """Return the number of thread blocks of an elementwise launch over `count` elements.
 
-    ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
+    The kernel loop ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
     """
     return count_blocks(count, ELEMENTWISE_THREADS * (ELEMENTS_PER_THREAD if count > MIN_MULTI_ELEMENT_COUNT else 1))
 
@@ -159,7 +159,7 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
         launches: Receives the launch.
         x: The operand.
         out: The result.
-        rounding: A 16-bit dtype to which values are rounded first, or `None`.
+        rounding: A 16-bit dtype to which values are rounded before the conversion, or `None`.
 
     Raises:
         NoKernelError: No kernel converts between these dtypes.
@@ -238,10 +238,10 @@ def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _match_activation_product(
     launches: LaunchBuilder, flow: Dataflow, number: int
 ) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
-    """Match an activation and the product that has its result as one factor.
+    """Match an activation and the multiplication that has the activated value as one factor.
 
     Returns:
-        The operand of the activation, the other factor, the product, and the indices of both instructions.
+        The operand of the activation, the other factor, the multiplication, and the indices of both instructions.
     """
     product = flow.require_readers(number)[0]
     index = 1 if flow.is_operand_of(number, product, 1) else 0

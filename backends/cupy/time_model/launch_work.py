@@ -20,7 +20,7 @@ LINE_INFO_OPTION = "-lineinfo"
 
 
 def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
-    """Estimate the work of a launch on a GPU from access counters and machine code.
+    """Estimate the work of a launch on a GPU, from memory accesses in the emulator and from the machine code.
 
     Args:
         counted: Access counters of the launch in the emulator.
@@ -101,7 +101,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 def _compile_with_line_info(
     source: KernelSource, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:
-    """Compile a source with line information; return basic blocks and resources of each kernel, by its C++ name."""
+    """Compile a source with line information; return the basic blocks and the resources of each kernel, by C++ name."""
     cubin = nvrtc.compile(source, arch, (*nvrtc.OPTIONS, LINE_INFO_OPTION))
     code = build_control_flow_graphs(cubin.image)
     return {name: code[low] for name, low in cubin.mangled_names.items()}, cubin.resources
