@@ -32,7 +32,7 @@ def merge_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tupl
 
 @cache
 def find_op_package_binding(op: str, backend: str) -> Any:
-    """Return the binding of an op for a backend from the package that declares the op, or None.
+    """Return the kernel binding of an op for a backend, from the package that declares the op; None without one.
 
     Raises `BackendError` if the binding does not load.
     """
