@@ -29,7 +29,7 @@ def pack_array(array: Array, sequence: int) -> Packet:
 
 
 def unpack_array(packet: Packet, sender: str, expected_sequence: int) -> Array:
-    """Unpack the array of a packet from `sender`, after a check of its sequence number.
+    """Return the array that a packet from `sender` contains, after a check of the packet's sequence number.
 
     Raises:
         RanksError: The sequence number is not `expected_sequence`, or the bytes are not an array.
