@@ -158,8 +158,8 @@ class BufferSpec:
 class Instruction:
     """One kernel call: its operands, its results, and the arena bytes that it may overwrite as scratch.
 
-    `node` is the name of the instruction in messages. `index` is the position of its node in the graph of the device;
-    -1 marks a copy that the planner added.
+    `node` is its name in messages. `index` is the position of its node in the device's graph; -1 marks a copy that the
+    planner added.
     """
 
     op: str

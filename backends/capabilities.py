@@ -69,12 +69,12 @@ class PacksWeights(Protocol):
 
 @runtime_checkable
 class SupportsPiecewiseLoading(Protocol):
-    """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
+    """A backend that can load a large weight slice by slice, so that only a few bytes of the file are in memory."""
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
-        """Split a weight into slices for `load`, and yield (data, spec, buffer) of each slice.
+        """Split a weight into slices, and yield (data, spec, buffer) of each slice as arguments of `load`.
 
-        All loaded slices together are the same as one loaded weight.
+        Loading all slices has the same effect as loading the weight at once.
 
         Args:
             data: The weight in the form of a model file.
@@ -88,7 +88,7 @@ class SupportsZeroCopyWeights(Protocol):
     """A backend that can read a weight in the memory of the caller, without a copy."""
 
     def as_buffer(self, data: Array, declared: Spec) -> Any | None:
-        """Return the memory of `data` as a buffer, or None if the backend stores such a weight in another form."""
+        """Return the memory of `data` as a buffer without a copy; None if the backend stores the weight in another form."""
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class SupportsReturnedOutputs(Protocol):
     """A compiled program that can copy outputs to the host as part of the run."""
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Make a function that runs the program and returns these tensors as new host arrays."""
+        """Return a function that runs the program once and returns `tensors` as new host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class SupportsTiming(Protocol):
     def run_timed(self) -> Iterable[TimedKernel]:
         """Run the program once and return the start and end time of each kernel.
 
-        Errors are the same as in a run without timing. The times may be read after the next run has begun.
+        It raises the same errors as a run without timing. The times may be read after the next run has begun.
         """
 
 
@@ -253,4 +253,4 @@ class SupportsSimulation(Protocol):
         """Make a backend for absent devices of `model`, which answers questions of the planner but runs no program."""
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the known kernel speeds of a kind of device, in addition to its data sheet, or None."""
+        """Return known kernel speeds of a kind of device that its data sheet does not tell; None if there are none."""

@@ -18,7 +18,7 @@ NUMERIC_DTYPE_KINDS = "biuf"
 
 
 def pack_array(array: Array, sequence: int) -> Packet:
-    """Pack a copy of `array` and its sequence number into a packet of bytes."""
+    """Pack a copy of `array` and its sequence number into a packet, which is a block of bytes."""
     head = PACKET_HEADER.pack(sequence, array.dtype.str.encode(), array.ndim) + struct.pack(
         f"<{array.ndim}q", *array.shape
     )

@@ -36,10 +36,10 @@ class ExitParticipant(Protocol):
     """An object that takes part in a run of several ranks, and tells the other ranks when this process ends."""
 
     def announce_end(self, why: str) -> None:
-        """Announce to the other ranks that this process ends, and why."""
+        """Tell the other ranks that this process ends, and why."""
 
     def await_ends(self) -> None:
-        """Wait until all other ranks have announced their ends, or until a rank fails."""
+        """Wait until all other ranks have told that they end, or until a rank fails."""
 
 
 LAUNCHERS = (

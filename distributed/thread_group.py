@@ -183,7 +183,7 @@ class ThreadGroupMember:
 
 
 def _cast_to_narrowest_dtype(arrays: list[Array]) -> list[Array]:
-    """Cast all arrays to the narrowest of their dtypes, so that all devices compute the same numbers."""
+    """Cast all arrays to the narrowest of their dtypes, so that all devices compute equal sums."""
     dtypes = {a.dtype for a in arrays}
     if len(dtypes) == 1:
         return arrays

@@ -344,7 +344,7 @@ class RecordedProgram:
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run launches, in order. A collective appears as its op name."""
+        """Return the names of the kernels that a run launches, in order; for a collective, the name of its op."""
         return [part.instruction.op if isinstance(part, CollectiveStep) else _format_step(part) for part in self._parts]
 
     def run_timed(self) -> list[TimedKernel]:
@@ -444,5 +444,5 @@ def _format_step(step: SingleStep) -> str:
 
 
 def _as_host_array(view: Any) -> Array:
-    """Return a view as a host array: the view itself if it is one, else a copy."""
+    """Return `view` itself if it is a host array, else a copy of it on the host."""
     return view if isinstance(view, np.ndarray) else np.array(view)

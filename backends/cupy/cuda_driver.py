@@ -79,8 +79,9 @@ class DeviceMemory:
 class CudaDriver:
     """The driver of this machine's CUDA devices.
 
-    All launches and copies of a device, or of a device part, use one stream and keep their order. With `begins_early`,
-    launches in a CUDA graph begin while the previous launch runs, if the device and its driver support that.
+    Each device, or part of a device, has one stream for all its launches and copies, which keeps their order. With
+    `begins_early`, launches in a CUDA graph begin while the previous launch runs, if the device and its driver support
+    that.
     """
 
     kind = "cuda"
@@ -433,5 +434,5 @@ class CudaBackend(DriverBackend):
         return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the kernel speeds that the GPU time model predicts for a kind of GPU, such as ``h100``."""
+        """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``; None if unknown."""
         return load_predicted_speeds().get(kind)

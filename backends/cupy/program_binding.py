@@ -23,7 +23,7 @@ from .kernel_table import FUSED, find_binding
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """A collective instruction of a bound program, in its position between launches."""
+    """A collective instruction of a program, as a step between launches in execution order."""
 
     number: int
     instruction: Instruction

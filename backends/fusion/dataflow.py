@@ -62,9 +62,9 @@ class Dataflow:
         return self.reader_table.find_readers(number)
 
     def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
-        """Return the only reader of the result of instruction `number`, which must have the op `op`.
+        """Return the only instruction that reads the result of instruction `number`; it must have the op `op`.
 
-        Operand `index` of the reader must be the whole result. Raises `NoKernelError` otherwise.
+        Its operand `index` must be the whole result. Raises `NoKernelError` otherwise.
         """
         readers = self.require_readers(number)
         require_supported(
@@ -154,7 +154,7 @@ class Dataflow:
         return self._partition_around_group(numbers) is not None
 
     def group_instructions(self, numbers: Sequence[int]) -> None:
-        """Make one group of these instructions, for which `can_group` must hold."""
+        """Make one group of these instructions; the caller has tested `can_group`."""
         parted = self._partition_around_group(numbers)
         assert parted is not None
         self._accesses |= self._find_external_accesses(numbers)
@@ -271,7 +271,7 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
-    """Return whether two operands are the same elements in memory, in the same order."""
+    """Return whether two operands consist of the same memory elements in the same order."""
     has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
     return one.address == other.address and (has_equal_strides or dense)

@@ -41,8 +41,8 @@ class Region:
 class Operand:
     """A tensor at its memory address.
 
-    For a leaf, `declared_spec` and `stored_spec` are the specs of the whole buffer in the graph and in memory. `kind`
-    is the kind of the buffer.
+    If the tensor is a weight, state or constant, or a view of one, there are also two specs of its whole buffer.
+    `declared_spec` is the spec in the graph, `stored_spec` the spec in memory. `kind` is the kind of the buffer.
     """
 
     address: int
@@ -114,7 +114,7 @@ class Operand:
 
     @property
     def has_uniform_row_stride(self) -> bool:
-        """Whether all rows are dense and have one constant row stride."""
+        """Whether each row is contiguous and all consecutive rows have the same distance."""
         return self._find_row_stride_bytes() is not None
 
     @property

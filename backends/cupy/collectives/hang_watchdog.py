@@ -82,7 +82,7 @@ class HangWatchdog:
         self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
 
     def require_live_group(self) -> None:
-        """Require that the group is live: raise `BackendError` if its communicator was lost in an earlier run."""
+        """Raise `BackendError` if the communicator of the device group was lost in an earlier run."""
         if self.membership.is_lost:
             raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
 
@@ -122,7 +122,10 @@ class HangWatchdog:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
     def _read_progress_mark(self, rank: int) -> ProgressMark | None:
-        """Read the last progress mark of a device in the current run; return `None` before its first collective."""
+        """Return the last progress mark of a device in this run: the collective that it has reached or ended.
+
+        Returns `None` before the first collective of the run.
+        """
         board = self.comm.signal_pad
         assert board is not None
         mark = read_progress_mark(board, rank)

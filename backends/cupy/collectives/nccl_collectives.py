@@ -51,7 +51,7 @@ TransferPairFinder = Callable[[Attrs, int, int], Pairs]
 def bind_library_collective(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator
 ) -> None:
-    """Bind a collective to a library such as NCCL, and add its exchange and its copies to the launches.
+    """Add a collective to the launches, as an exchange of a library such as NCCL with the copies that it needs.
 
     Raises:
         NoKernelError: The library cannot run the collective. Either all devices of the group raise it, or none.
@@ -66,7 +66,10 @@ def _add_exchange(
     ring: Communicator,
     transfers: Iterable[LibraryTransfer],
 ) -> None:
-    """Add a library exchange to the launches, between two progress marks of this device; omit empty transfers."""
+    """Add a library exchange to the launches, with a progress mark of this device before and after it.
+
+    Empty transfers are left out.
+    """
     if filled := tuple(t for t in transfers if t.count):
         launch_progress_mark(launches, call, group, has_results=0)
         launches.items.append(LibraryExchange(ring, filled, launches.number))
@@ -74,11 +77,11 @@ def _add_exchange(
 
 
 def _make_byte_transfer(op: str, x: Operand, other: int) -> LibraryTransfer:
-    """Make the library transfer of all bytes of a dense operand to or from device `other`.
+    """Make a library transfer that sends all bytes of an operand to another device, or receives them from there.
 
     Args:
         op: ``send`` or ``receive``.
-        x: The operand.
+        x: The dense operand.
         other: Rank of the other device.
     """
     return LibraryTransfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
@@ -167,7 +170,7 @@ def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Se
 
 
 def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
-    """Return one dense operand with all parts in order. A single dense part is returned without a copy."""
+    """Return one dense operand with all parts in order; a single dense part is returned as it is, without a copy."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
     whole = launches.allocate_scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)

@@ -29,7 +29,10 @@ from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
 
 
 class ProgramCollectives:
-    """The collectives of one program with the other devices of its group: addresses, communicator and staging memory.
+    """The collectives of one program with the other devices of its group.
+
+    The object has the addresses of all devices, the library's communicator, and the staging memory of library
+    exchanges.
 
     Args:
         comm: Communicator of the device.
@@ -109,7 +112,7 @@ class ProgramCollectives:
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
     def increment_run_number(self) -> None:
-        """Increment the run number of this device on the group's signal pad."""
+        """Increment the number of runs that this device has begun, on the group's signal pad."""
         if self.transport.has_device_collectives:
             assert self.comm.signal_pad is not None
             view_run_numbers(self.comm.signal_pad)[self.comm.rank] += 1
@@ -173,7 +176,7 @@ class ProgramCollectives:
         bind()
 
     def require_live_group(self) -> None:
-        """Require that the group is live: raise `BackendError` if it was lost in an earlier run."""
+        """Raise `BackendError` if the group was lost in an earlier run."""
         if self._watchdog is not None:
             self._watchdog.require_live_group()
 
@@ -198,7 +201,7 @@ class ProgramCollectives:
 
 
 def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
-    """Compute the bytes of the largest operand of a collective on any device. All devices get the same number."""
+    """Return the bytes of the largest operand that any device has in a collective, which is equal on all devices."""
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])

@@ -40,7 +40,7 @@ class MultiprocessorLimits:
     shared_bytes: int
 
     def compute_resident_blocks(self, threads: int, registers: int, shared: int) -> int:
-        """Compute the number of blocks of a kernel that are resident at once; 0 if one block does not fit.
+        """Return how many blocks of a kernel run on one multiprocessor at once; 0 if one block does not fit.
 
         Args:
             threads: Threads of a block.

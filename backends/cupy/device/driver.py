@@ -86,7 +86,7 @@ class KernelInstance:
 
     @property
     def single_kernel_source(self) -> KernelSource:
-        """The source with only this kernel, which compiles faster."""
+        """A source that requests only this kernel, so that it compiles faster than the complete source."""
         return replace(self.source, names=(self.name,))
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class Communicator(Protocol):
         """Enqueue transfers into a stream of the device as one group: none of them waits for another of the group."""
 
     def find_error(self) -> str | None:
-        """Find an asynchronous error of the library; return its message, or `None`."""
+        """Return the message of an asynchronous error of the library; `None` if there is no error."""
 
     def abort(self) -> None:
         """Abort all present and future transfers of this communicator, without results; it is lost then.
@@ -271,7 +271,7 @@ class Driver(Protocol):
         """Return whether kernels of each device can access the memory of all others; enable that access."""
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        """Find a collective library for these devices; if there is none, return the reason."""
+        """Return a collective library that can join these devices, or else the reason why there is none."""
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
         """Map page-aligned host memory for devices, and return its device address, equal on all devices of the process.

@@ -112,7 +112,7 @@ class PeerGroup:
     inbox_half: int = 0
 
     def uses_bfloat16_transfer(self, x: Operand) -> bool:
-        """Return whether a sum of operands with the shape of `x` uses bfloat16 for its transfers."""
+        """Return whether a sum of operands with the shape of `x` is transferred in bfloat16."""
         return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
     def list_device_operands(self, sequence: int) -> list[CollectiveOperands]:
@@ -221,7 +221,7 @@ def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup)
 
 
 def _pad_device_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
-    """Pad a list of one address per device with zeros to `MAX_DEVICES` addresses."""
+    """Pad a list of addresses, one per device, with zeros to `MAX_DEVICES` addresses."""
     words: list[LaunchWord] = list(addresses)
     return words + [0] * (MAX_DEVICES - len(words))
 
@@ -259,14 +259,14 @@ def uses_pushed_all_reduce(call: BoundInstruction, devices: int) -> bool:
 
 
 def _compute_inbox_slot_bytes(x: Operand) -> int:
-    """Compute the bytes that the partial sum of one device occupies in an inbox."""
+    """Return the bytes that the partial sum of one device needs in an inbox."""
     return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _launch_pushed_all_reduce(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
 ) -> None:
-    """Launch an `all_reduce` in which each device pushes its partial sum into the inboxes of all others."""
+    """Launch an `all_reduce` in which each device writes its partial sum into the inboxes of all other devices."""
     out = call.out
     inboxes = _pad_device_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
     count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
@@ -391,7 +391,7 @@ def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operan
 
 
 def slice_operand(x: Operand, index: Index) -> Operand:
-    """Slice an operand by an index of slices, one for each axis."""
+    """Return the view of an operand that an index selects; the index has one slice for each axis."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.slice_axis(axis, along.start, along.stop - along.start)
@@ -430,9 +430,9 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
 
 
 def _has_copy_kernel(sent: Operand) -> bool:
-    """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
+    """Return whether a kernel can copy the operand `sent`, which depends on its dtype and size.
 
-    Sender and receiver both test the sent operand, so their results are equal.
+    Sender and receiver test the same operand, so they get the same answer.
     """
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 

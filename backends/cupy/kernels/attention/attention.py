@@ -57,8 +57,8 @@ MAX_VALUE_COLUMNS = 512
 class AttentionShape:
     """The sizes of an attention instruction.
 
-    `heads_per_key_head` query heads share one of `key_heads` key heads. `key_count` keys have `key_columns` columns,
-    and values have `value_columns`. The mask has `mask_heads` heads.
+    `heads_per_key_head` query heads share one of `key_heads` key heads. There are `key_count` keys of `key_columns`
+    columns, and as many values of `value_columns` columns. The mask has `mask_heads` heads.
     """
 
     batch: int
@@ -209,7 +209,7 @@ def _compute_broadcast_strides(x: Operand) -> list[int]:
 
 
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
-    """Return whether `columns` adjacent columns of any row can be loaded by one vector load."""
+    """Return whether `columns` adjacent columns of any row can be loaded at once by a vector load."""
     *steps, last = _compute_broadcast_strides(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
@@ -238,7 +238,7 @@ class _SplitKeysValues:
 
 
 class _AttentionBinder:
-    """Binds one attention instruction: adds its launches to a launch builder."""
+    """Adds the launches of one attention instruction to a launch builder."""
 
     def __init__(
         self, launches: LaunchBuilder, call: BoundInstruction, shape: AttentionShape, sinks: Operand | None

@@ -67,7 +67,7 @@ def _make_row_size_words(w: Operand) -> list[LaunchWord]:
 
 
 def _quantise_activations(launches: LaunchBuilder, x: Operand) -> tuple[Operand, Operand]:
-    """Launch the quantisation of activations to int8, with one scale per 32 columns; return codes and scales."""
+    """Launch the quantisation of activations to int8, with one scale per 32 columns; return (codes, scales)."""
     count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
     per_row = columns // BLOCK_COLUMNS
     codes = launches.allocate_scratch((count, columns), DType.I8)
@@ -282,7 +282,7 @@ def launch_tiled_matmul(
 
 
 def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind `get_rows` on a complete packed table: dequantise the rows with these ids."""
+    """Bind `get_rows` on a complete packed table: only the rows with the given ids are dequantised."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {table.shape[0]}")

@@ -65,7 +65,7 @@ STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
 class DeltaRuleOperands:
     """The operands of a gated delta rule and its output.
 
-    Without `has_tiled_heads`, adjacent value heads share a key head.
+    `has_tiled_heads` is the order of value heads: if it is false, adjacent value heads share a key head.
     """
 
     q: Operand
@@ -134,7 +134,7 @@ def launch_delta_rule_by_token(
     stored: int,
     saved: Operand | None = None,
 ) -> None:
-    """Launch the delta rule for all tokens one after the other.
+    """Launch the delta rule for all tokens, one token after the other.
 
     Args:
         launches: Receives the launch.
@@ -352,7 +352,7 @@ def launch_delta_rule_by_chunks(
 
 
 def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
-    """Choose the number of blocks in a cluster of the scan, which all have slices of one state."""
+    """Choose the number of blocks in a cluster of the scan; its blocks have different slices of the same state."""
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 

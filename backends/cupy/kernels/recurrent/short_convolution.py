@@ -375,7 +375,7 @@ def _require_disjoint_results(
 def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
     """Return a view of gates as [sequences, tokens, groups, heads of a group].
 
-    The gates are contiguous, with one group, or have adjacent heads in each group.
+    Contiguous gates are one group. Otherwise the heads of each group must be adjacent in memory.
     """
     if x.is_dense:
         return _reshape_dense(x, (sequences, tokens, 1, heads))
