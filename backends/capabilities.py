@@ -88,7 +88,7 @@ class SupportsZeroCopyWeights(Protocol):
     """A backend that can read a weight in the memory of the caller, without a copy."""
 
     def as_buffer(self, data: Array, declared: Spec) -> Any | None:
-        """Return the memory of `data` as a buffer without a copy; None if the backend stores the weight in another form."""
+        """Return the memory of `data` as a buffer without a copy; None if the backend stores it in another form."""
 
 
 @runtime_checkable

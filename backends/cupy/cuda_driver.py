@@ -434,5 +434,5 @@ class CudaBackend(DriverBackend):
         return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``; None if unknown."""
+        """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``, or None."""
         return load_predicted_speeds().get(kind)
