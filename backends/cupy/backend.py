@@ -75,8 +75,8 @@ def _make_unbound(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, 
 class DriverBackend:
     """A backend that runs programs on the devices of a driver.
 
-    Values are float32 or integers. Weight matrices, and states that are rows of 16-bit numbers, keep dtypes that
-    kernels read. An exact backend (`is_exact`) stores weights as float32, too.
+    Values are float32 or integers. These keep other dtypes if kernels read them: weight matrices, and states that are
+    rows of 16-bit numbers. An exact backend (`is_exact`) stores weights as float32, too.
     """
 
     name: str
@@ -151,7 +151,7 @@ class DriverBackend:
         return _infer_stored_spec(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of a node from intermediate rounding, or `None` for float32 arithmetic."""
+        """Return the relative error of a node that rounds intermediate values, or `None` if it computes in float32."""
         is_exact = node.attrs.get("exact") is not False
         if node.op in MATMUL_OPS and self.is_exact:
             return None
@@ -348,7 +348,7 @@ class RecordedProgram:
         return [part.instruction.op if isinstance(part, CollectiveStep) else _format_step(part) for part in self._parts]
 
     def run_timed(self) -> list[TimedKernel]:
-        """Run once, launch by launch, and return the times of launches and of collectives in host memory."""
+        """Run launch by launch, and return the times of the launches and of the collectives through the host."""
         times: list[TimedKernel] = []
         plain, self._wrap_call = self._wrap_call, partial(self._make_timed_call, times)
         try:
@@ -389,7 +389,7 @@ class RecordedProgram:
         return number, text.format(value=value)
 
     def _upload_array(self, array: Array) -> Any:
-        """Upload an array to device memory that exists as long as this program, and return the buffer."""
+        """Upload an array to device memory and return the buffer, which is kept as long as this program exists."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
         buffer = self.driver.alloc(data.nbytes, self.on)
         self.driver.view(buffer, Tensor(-1, 0, data.shape, (1,), DType.I8))[...] = data

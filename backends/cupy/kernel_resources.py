@@ -74,7 +74,7 @@ def read_resource_table() -> ResourceTable:
 
 
 def compute_source_digest(source: KernelSource) -> str:
-    """Compute a digest of the text, kernel names and options of a source, which determine its machine code."""
+    """Return a digest of all that determines the machine code of a source: text, kernel names and compiler options."""
     parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 

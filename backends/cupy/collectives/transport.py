@@ -37,7 +37,7 @@ class Transport:
         return self.has_peer_access or self.library is not None
 
     def uses_library(self, nbytes: int) -> bool:
-        """Return whether a collective over `nbytes` bytes uses the library."""
+        """Return whether a collective over `nbytes` bytes uses the library: all without peer access, else large ones."""
         return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 
@@ -62,7 +62,7 @@ def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
 
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
-    """Explain why kernels of `devices` cannot use peer memory; return "" if no reason is known."""
+    """Return the reason why kernels of `devices` cannot use peer memory, or "" if no reason is known."""
     if len(devices) > MAX_DEVICES:
         return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:

@@ -62,7 +62,7 @@ class KernelSource:
 
 @cache
 def find_kernel_files() -> Mapping[str, Path]:
-    """Find the path of each kernel file, by its unique file name."""
+    """Return the path of each kernel file by its file name, which is unique."""
     return MappingProxyType({path.name: path for path in sorted(KERNEL_FOLDER.rglob("*.cu*"))})
 
 
@@ -106,9 +106,10 @@ class AddressSpan:
 class Launch:
     """One launch of a kernel: grid, block and the words of its argument struct.
 
-    `words` are the fields of the kernel's struct, 64 bits each. `number` is the index of the instruction that the
-    launch computes. `cluster` is the shape of a cluster: blocks that run at the same time on neighbouring
-    multiprocessors and read each other's shared memory.
+    - `words`: the fields of the kernel's argument struct, 64 bits each.
+    - `number`: the index of the instruction that the launch computes.
+    - `cluster`: the shape of a cluster. Its blocks run at the same time on neighbouring multiprocessors, and read each
+      other's shared memory.
     """
 
     kernel: KernelInstance
@@ -165,7 +166,7 @@ class CollectiveLibrary(Protocol):
         """Make the unique identifier of a new group, as 64-bit words. One device sends it to all others."""
 
     def join_group(self, identity: Array, rank: int, size: int, on: Device) -> Communicator:
-        """Join a group of devices as one member; wait until all members have joined.
+        """Join a group of devices as one member, and wait until all members have joined.
 
         Args:
             identity: The words of `make_unique_id`.
@@ -265,7 +266,7 @@ class Driver(Protocol):
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
     def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that reads these tensors as separate host arrays, after all earlier work of the stream."""
+        """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
         """Return whether kernels of each device can access the memory of all others; enable that access."""

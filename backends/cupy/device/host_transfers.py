@@ -20,7 +20,7 @@ STAGING_HALF_BYTES = 8 << 20
 class convert_cuda_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
     """A context manager that converts errors of the CUDA runtime and driver to `BackendError`.
 
-    The message has the device `who` and the failed action `doing`.
+    Its message names the device `who` and the action `doing` that failed.
     """
 
     __slots__ = ("cupy", "doing", "who")
@@ -69,7 +69,7 @@ class HostTransfers:
             return self.cupy.zeros(nbytes, np.uint8)
 
     def move_to_device(self, host: Array, array: Any, index: Any = ...) -> None:
-        """Copy a host array into an index of a device array.
+        """Copy a host array to a device array, or to the part of it that `index` selects.
 
         Args:
             host: The host array.

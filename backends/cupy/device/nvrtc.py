@@ -41,9 +41,9 @@ class KernelResources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """The compiled code of a source for one architecture, with names and resources by C++ kernel name.
+    """The compiled code of a source for one architecture; names and resources of kernels have C++ names as keys.
 
-    `serialisation_warnings` are warnings about waits for warpgroup products that the compiler added.
+    `serialisation_warnings` are the compiler's warnings that it added waits between warpgroup products.
     """
 
     image: bytes

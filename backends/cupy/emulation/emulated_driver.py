@@ -165,7 +165,7 @@ class EmulatedDriver:
         load_emulated_library(self._to_emulated_source(kernel.source))
 
     def _to_emulated_source(self, source: KernelSource) -> KernelSource:
-        """Return a kernel source with the header of instructions for these devices."""
+        """Return a kernel source that uses the instruction header of the emulated devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:

@@ -100,7 +100,7 @@ class GuardedMemoryPool:
         self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
     def allocate(self, number: int, nbytes: int) -> Bytes:
-        """Allocate guarded pages of at least `nbytes` bytes for operand `number` of a launch, or reuse them."""
+        """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch; reuse them if possible."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
             self._allocated_pages[key] = _map_guarded_pages(nbytes)
@@ -108,7 +108,7 @@ class GuardedMemoryPool:
 
 
 def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> list[GuardedOperand]:
-    """Allocate guarded memory for each operand of a launch. Overlapping operands share one guarded operand.
+    """Allocate guarded memory for each operand of a launch; operands that overlap share one guarded operand.
 
     Args:
         spans: The byte ranges of the operands.

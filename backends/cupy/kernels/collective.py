@@ -363,7 +363,7 @@ def _make_slice_read_binder(
 
 
 def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
-    """Launch a sum of operands in the memory of any devices; a single operand is copied.
+    """Launch a sum of operands that may be in the memory of other devices; a single operand is only copied.
 
     Args:
         launches: Receives the launch.

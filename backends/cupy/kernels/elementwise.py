@@ -26,7 +26,7 @@ ScalarReader = Callable[[BoundInstruction], Sequence[float]]
 
 
 def _make_attribute_reader(*names: str) -> ScalarReader:
-    """Return a function that reads these attributes of an instruction as scalar arguments of a kernel."""
+    """Return a function that reads the attributes `names` of an instruction, as scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
@@ -43,7 +43,7 @@ def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
 
 
 def _read_clamped_swiglu_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Read the scalars `alpha` and `limit` of a clamped SwiGLU; an attribute that the op does not have is 1."""
+    """Return the attributes `alpha` and `limit` of a clamped SwiGLU as scalars; 1 for an attribute that is missing."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
@@ -136,12 +136,12 @@ def count_elementwise_blocks(count: int) -> int:
 
 
 def as_float(launches: LaunchBuilder, x: Operand) -> Operand:
-    """Return `x` as float32: `x` itself, or a converted copy in scratch memory."""
+    """Return `x` itself if it is float32, else a copy in scratch memory that is converted to float32."""
     return packed.dequantise_weight(launches, x) if x.dtype in PLANE_LAYOUTS else as_type(launches, x, DType.F32)
 
 
 def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
-    """Return `x` in a dtype: `x` itself, or a converted copy in scratch memory."""
+    """Return `x` itself if it has this dtype, else a converted copy in scratch memory."""
     if x.dtype is dtype:
         return x
     require_supported(

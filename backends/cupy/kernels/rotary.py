@@ -59,7 +59,7 @@ class RopeOperands:
 
     @classmethod
     def from_instruction(cls, call: BoundInstruction) -> RopeOperands:
-        """Read positions and frequencies of a `rope` or `rope_multi` instruction."""
+        """Return the positions and frequencies of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
             inverse, magnitude = compute_rope_frequencies(n_dims // 2, call.attrs)
@@ -213,7 +213,7 @@ class _HeadPattern:
 
 
 def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
-    """Find the instruction that stores a result in a KV cache, and the instruction that saves the old row.
+    """Find the instruction that stores a result in a KV cache, and the instruction that saves the overwritten row.
 
     Returns:
         Both indices. The second is `None` without a save; both are `None` without a store.
@@ -229,7 +229,7 @@ def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | N
 
 
 def _find_cache_row_save(flow: Dataflow, store: int) -> int | None:
-    """Find the instruction that saves the cache row which `store` overwrites; return `None` if there is none."""
+    """Return the index of the instruction that saves the cache row which `store` overwrites; `None` without one."""
     save = flow.find_state_save(flow.bound_instruction(store).operand(0), store)
     return (
         save
@@ -335,7 +335,7 @@ def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPa
 
 
 def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
-    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE; a cache store may follow."""
+    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
     chain = match_normed_rope(flow, first)
     return _HeadPattern(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
@@ -353,7 +353,7 @@ def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: i
 
 
 def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
-    """Match the head pattern that ends in the cache store `store`, with or without norm and RoPE."""
+    """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:

@@ -33,7 +33,7 @@ SOURCES = (SOURCE,)
 
 
 def choose_row_threads(columns: int) -> int:
-    """Choose the thread count of a block that processes one row of `columns` entries."""
+    """Choose the number of threads of a block that processes one row of `columns` entries."""
     return min(512, max(32, count_blocks(columns, 4 * 32) * 32))
 
 

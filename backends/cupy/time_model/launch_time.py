@@ -90,7 +90,9 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
-    """The work of one launch: its blocks, instructions, products and memory traffic.
+    """The work of one launch: its blocks, instructions, matrix products and memory traffic.
+
+    A product is a matrix product of one warp, given by its three sizes.
 
     Attributes:
         block_count: Thread blocks.
@@ -98,13 +100,13 @@ class LaunchWork:
         thread_registers: Registers per thread.
         block_shared_bytes: Bytes of shared memory per block.
         warp_instructions: Instructions of all warps.
-        products_16bit: Products of 16 x 8 x 16 16-bit numbers, of all warps.
-        warpgroup_products: Products of warpgroups, of all warps, in units of 16 x 8 x 16 16-bit numbers.
-        products_8bit: Products of 16 x 8 x 32 bytes, of all warps.
+        products_16bit: Products of 16 x 8 x 16 with 16-bit numbers, of all warps.
+        warpgroup_products: Warpgroup products with 16-bit numbers, of all warps, counted in parts of 16 x 8 x 16.
+        products_8bit: Products of 16 x 8 x 32 with bytes, of all warps.
         wavefronts: Wavefronts of shared memory, of all blocks.
         cache_bytes: Bytes of the sectors that all blocks request from the L2 cache.
         memory_bytes: Bytes of the distinct sectors in global memory.
-        dependent_loads: Waits of one warp for global memory, one after the other.
+        dependent_loads: How often one warp waits for global memory.
     """
 
     block_count: int
@@ -189,7 +191,7 @@ class LaunchTime:
 
 
 def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
-    """Estimate the time of a launch on a GPU, without the gap between two launches.
+    """Estimate the time that a launch takes on a GPU, without the gap to the next launch.
 
     Args:
         work: Work of the launch.

@@ -81,7 +81,7 @@ class AttentionShape:
         return self.heads_per_key_head * self.key_heads
 
     def choose_key_splits(self, row_blocks: int, keys_per_step: int, target_blocks: int = TARGET_BLOCKS) -> int:
-        """Choose the number of splits of the keys, which thread blocks process at the same time.
+        """Choose into how many parts the keys are split; thread blocks process the parts at the same time.
 
         Args:
             row_blocks: Blocks along the query rows.
@@ -261,7 +261,7 @@ class _AttentionBinder:
         self._trailing_words: list[LaunchWord] = [scale / (cap or 1.0), cap]
 
     def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Add the launches of the attention: a tiled variant for many query rows, another variant for few rows."""
+        """Add the launches of the attention: a tiled variant if there are many query rows, else another variant."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
@@ -308,7 +308,7 @@ class _AttentionBinder:
             )
 
     def _launch_few_rows(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Launch the best variant for few query rows, and the combination of the key splits."""
+        """Launch the fastest variant for few query rows, then the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
         fitting = [f for f in FEW_ROWS_SOURCES if f.can_process(s.key_columns, s.value_columns, cells)]

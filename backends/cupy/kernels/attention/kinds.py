@@ -188,7 +188,7 @@ class WarpgroupVariant(PipelinedVariant):
 class FewRowsTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
-    Keys have at most `size` columns, values at most `width` columns. Their rows support vector loads.
+    Keys have at most `size` columns, values at most `width` columns. Their rows must be aligned for vector loads.
     """
 
     size: int

@@ -175,7 +175,7 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _count_all_experts(call: BoundInstruction) -> int:
-    """Count the experts of a `mul_mat_id` instruction on all devices."""
+    """Return the number of experts of a `mul_mat_id` instruction, including those on other devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 

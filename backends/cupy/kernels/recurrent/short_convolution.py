@@ -35,7 +35,7 @@ NORM_SOURCE = KernelSource(
 
 
 def _add_head_axis(x: Operand) -> Operand:
-    """Add a head axis of size 1 to x [..., rows, channels]: return [..., rows, 1, channels]."""
+    """Return a view of x [..., rows, channels] with a head axis of size 1: [..., rows, 1, channels]."""
     t = x.tensor
     shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
     return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared_spec, x.stored_spec)
@@ -288,7 +288,9 @@ def _launch_matched_delta_net_inputs(
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
 ) -> None:
-    """Launch the kernel of a matched fusion; raise `NoKernelError` if an operand has another layout.
+    """Launch the fused kernel `delta_inputs` for matched instructions.
+
+    Raises `NoKernelError` if an operand has a layout that the kernel does not support.
 
     Args:
         launches: Receives the launch.
