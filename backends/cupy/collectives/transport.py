@@ -37,7 +37,10 @@ class Transport:
         return self.has_peer_access or self.library is not None
 
     def uses_library(self, nbytes: int) -> bool:
-        """Return whether a collective over `nbytes` bytes uses the library: all without peer access, else large ones."""
+        """Return whether a collective over `nbytes` bytes uses the library.
+
+        Without peer access every collective does; with peer access only large ones do.
+        """
         return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 

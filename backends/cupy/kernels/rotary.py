@@ -195,8 +195,8 @@ MAX_SHARED_COLUMNS = 8192
 class _HeadPattern:
     """The indices of the instructions of a head pattern: operations on attention heads that one kernel computes.
 
-    In order, they are RMS norm, multiplication by a weight vector, RoPE, store into a KV cache, and save of the old
-    cache row for a rollback. An absent instruction is `None`.
+    In order, they are RMS norm, multiplication by a weight vector, RoPE, and store into a KV cache. The last one saves
+    the old cache row for a rollback. An absent instruction is `None`.
     """
 
     norm: int | None = None
