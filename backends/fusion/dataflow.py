@@ -48,7 +48,7 @@ class Dataflow:
     def require_readers(self, number: int) -> list[int]:
         """Return all instructions that read the result of instruction `number`.
 
-        Raises `NoKernelError` if the result is retained or has no reader.
+        Raises `NoKernelError` if no instruction reads it, or if it must be kept, as that of an output or a state.
         """
         readers = self.find_readers(number)
         require_supported(readers, "a result is kept, or nobody reads it")
@@ -57,7 +57,7 @@ class Dataflow:
     def find_readers(self, number: int) -> list[int] | None:
         """Return all instructions that read the result of instruction `number`.
 
-        Returns None if the result is retained: an output or a state needs it after the run.
+        Returns None if the result must be kept, as that of an output or a state; see `ReaderTable.find_readers`.
         """
         return self.reader_table.find_readers(number)
 
