@@ -158,8 +158,8 @@ class BufferSpec:
 class Instruction:
     """One kernel call: its operands, its results, and the arena bytes that it may overwrite as scratch.
 
-    `node` is the name of the instruction in messages. `index` is the position of its node in the graph of the device;
-    -1 marks a copy that the planner added.
+    `node` is its name in messages. `index` is the position of its node in the device's graph; -1 marks a copy that the
+    planner added.
     """
 
     op: str
@@ -173,9 +173,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All instructions of one device in one run; devices with equal work share one program.
+    """All instructions that one device runs in one run; devices with equal work share one program.
 
-    The first buffer is the arena. The other buffers are leaves of the graph, each once.
+    The first buffer is the arena. The others are the leaves of the graph: weights, states and constants.
 
     `undo` rolls a failed run back. Each entry has the position of an instruction that saves part of a state, and the
     instruction that restores it. A rollback runs the restoring instructions of all finished saves in reverse order.
@@ -191,18 +191,18 @@ class Program:
 
     @property
     def save_positions(self) -> frozenset[int]:
-        """The positions of the instructions that only save states for `undo`."""
+        """The positions of the instructions whose only purpose is to save states for a rollback."""
         return frozenset(at for at, _ in self.undo)
 
     @property
     def undo_bytes(self) -> int:
-        """Arena bytes that hold saved states until the end of the run, for `undo`."""
+        """The arena bytes that hold saved states until the end of a run, so that the run can be rolled back."""
         return sum(t.spec.nbytes for at in self.save_positions for t in self.instructions[at].dst)
 
     def build_undo_program(self, finished: int | frozenset[int]) -> Program:
         """Build the program that restores the saved states after a failed run.
 
-        `finished` is the number of finished instructions, or the set of their positions.
+        `finished` is a count if the first instructions have finished, else the set of the finished positions.
         """
         done = range(finished) if isinstance(finished, int) else finished
         return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at in done), undo=())
@@ -258,7 +258,7 @@ class Comm(Protocol):
         """Write the sum of all sources into `into`, which may be `source`; `scratch` has the shape of `source`."""
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Gather slices of the sources of all devices in `into`; an all-to-all is such a gather, too.
+        """Copy slices of the sources of all devices into `into`. An all-to-all uses this method, too.
 
         Args:
             source: The array of this device.
@@ -294,10 +294,10 @@ class Backend(Protocol):
     name: str
 
     def with_threads(self, threads: int) -> Backend:
-        """Return a backend with `threads` threads for each device; the same backend if it does not choose threads."""
+        """Return a backend with `threads` threads per device; a backend without a thread count returns itself."""
 
     def devices(self) -> Sequence[Device]:
-        """Return the devices that exist now; a kind with virtual devices accepts further indices."""
+        """Return the devices that exist now. `device` may accept further indices, which are virtual devices."""
 
     def device(self, index: int) -> Device:
         """Return device number `index`. Raises `BackendError` with a remedy if the device does not exist."""
@@ -332,7 +332,7 @@ class Backend(Protocol):
         """Return the array of `tensor` within `buffer`, without a copy; it can be indexed, assigned and copied."""
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        """Write a weight into its buffer; `data` has the form of a file: rows of block bytes for quantised types."""
+        """Copy a weight into its buffer, in the stored form. Quantised `data` are rows of block bytes, as in a file."""
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         """Compile `program` for a device, and return a function that runs the program once.
@@ -350,7 +350,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Call functions in order, each with the number of its instruction; raise a failure as `StepError`."""
+    """Call functions in order; each has the number of its instruction, for the `StepError` if it fails."""
     at = 0
     try:
         for number, call in calls:
@@ -385,7 +385,7 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 @call_once
 def find_registered_backends() -> Mapping[str, str]:
-    """Return all registered backends by device kind, of this package and of other packages; read once per process.
+    """Return the entry points of all backends by device kind, also those of other packages; read once per process.
 
     Reading the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages register one kind.
     """

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class call_once(Generic[T]):  # noqa: N801  # a decorator
-    """Decorator that caches results by arguments and calls the function once for equal arguments, even from threads.
+    """Decorator that caches results by arguments; it calls the function once for equal arguments, even from threads.
 
     One thread makes the value and the other threads wait. With `functools.cache` each thread would make a value, and
     only the last value would stay. The other values would be freed while a thread may still use their addresses.

@@ -16,12 +16,12 @@ class DeclaresTolerance(Protocol):
     """A backend that declares the relative error of kernels which are less exact than float32."""
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of one operation of `node`, such as 2**-8 for 8 bits; None for float32."""
+        """Return the relative error of one operation of `node`, such as 2**-8 for 8-bit rounding; None for float32."""
 
 
 @runtime_checkable
 class SupportsExactMode(Protocol):
-    """A backend that quantises activations for quantised weights, unless the caller asks for float32 products."""
+    """A backend that rounds activations in products with quantised weights, unless the caller asks for float32."""
 
     def with_float32_matmuls(self) -> Backend:
         """Return a backend for the same devices that computes every matrix product in float32."""
@@ -29,14 +29,17 @@ class SupportsExactMode(Protocol):
 
 @runtime_checkable
 class SupportsDeviceClasses(Protocol):
-    """A backend that reports classes of equal devices, so that support is tested once per class."""
+    """A backend that reports which devices are equal, so that support is tested for only one device of each class."""
 
     def classify_device(self, on: Device) -> Hashable:
         """Return a key that is equal for all devices of one class: devices that can run the same nodes."""
 
 
 def find_device_class(backend: Backend, on: Device) -> Hashable:
-    """Return a key that is equal for devices that can run the same nodes; by default each device has its own key."""
+    """Return a key that is equal for devices that can run the same nodes.
+
+    A backend without device classes gives each device its own key.
+    """
     return id(backend), backend.classify_device(on) if isinstance(backend, SupportsDeviceClasses) else str(on)
 
 
@@ -45,15 +48,15 @@ class SupportsTransports(Protocol):
     """A backend with devices that can communicate over several transports, such as peer memory or host memory."""
 
     def describe_transport(self, devices: Sequence[Device]) -> str:
-        """Describe the transport of these devices and the reason for it, as a phrase that follows "they meet"."""
+        """Describe how these devices communicate and why, as a phrase that continues the words "they meet"."""
 
 
 @runtime_checkable
 class SupportsPlanCache(Protocol):
-    """A backend that allows plans to be cached: its answers depend only on its source, settings and device."""
+    """A backend whose plans may be cached, because its answers depend only on its source, settings and device."""
 
     def describe_settings(self) -> str:
-        """Describe the settings with which the backend was created, such as the thread count."""
+        """Return a text of the settings with which the backend was created, such as the thread count."""
 
 
 @runtime_checkable
@@ -61,17 +64,17 @@ class PacksWeights(Protocol):
     """A backend that packs quantised weights into host memory, which may be mapped from a file."""
 
     def compute_packing_id(self) -> str:
-        """Return an identifier of the packed form: with equal identifiers a weight has equal packed bytes."""
+        """Return an identifier of the packed form: if it is equal, a weight has the same packed bytes."""
 
 
 @runtime_checkable
 class SupportsPiecewiseLoading(Protocol):
-    """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
+    """A backend that can load a large weight slice by slice, so that only a few bytes of the file are in memory."""
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
-        """Split a weight into slices for `load`, and yield (data, spec, buffer) of each slice.
+        """Split a weight into slices, and yield (data, spec, buffer) of each slice as arguments of `load`.
 
-        All loaded slices together are the same as one loaded weight.
+        Loading all slices has the same effect as loading the weight at once.
 
         Args:
             data: The weight in the form of a model file.
@@ -85,7 +88,7 @@ class SupportsZeroCopyWeights(Protocol):
     """A backend that can read a weight in the memory of the caller, without a copy."""
 
     def as_buffer(self, data: Array, declared: Spec) -> Any | None:
-        """Return the memory of `data` as a buffer, or None if the backend stores such a weight in another form."""
+        """Return the memory of `data` as a buffer without a copy; None if the backend stores it in another form."""
 
 
 @runtime_checkable
@@ -101,7 +104,7 @@ class SupportsBatchedWrites(Protocol):
     """A backend that writes several host arrays to device memory by one large copy, faster than by small copies."""
 
     def make_writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Make a function that writes one host array to each of these tensors, before later runs.
+        """Return a function that writes one host array to each of these tensors, before later runs.
 
         The function may overwrite bytes between the tensors, up to the next multiple of `ALIGNMENT`. The caller may
         reuse its arrays as soon as the function returns.
@@ -113,14 +116,14 @@ class SupportsReturnedOutputs(Protocol):
     """A compiled program that can copy outputs to the host as part of the run."""
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Make a function that runs the program and returns these tensors as new host arrays."""
+        """Return a function that runs the program once and returns `tensors` as new host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedKernel:
-    """A kernel of one run with the positions of its instructions, and its start and end in seconds of `time.monotonic`.
+    """A kernel of one run: the positions of its instructions, and its start and end in seconds of `time.monotonic`.
 
-    A wait for other devices counts as time of the kernel that waits.
+    If a kernel waits for other devices, the wait counts as time of that kernel.
     """
 
     kernel: str
@@ -143,13 +146,13 @@ class SupportsTiming(Protocol):
     def run_timed(self) -> Iterable[TimedKernel]:
         """Run the program once and return the start and end time of each kernel.
 
-        Errors are the same as in a run without timing. The times may be read after the next run has begun.
+        It raises the same errors as a run without timing. The times may be read after the next run has begun.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """The file and line of the source of a kernel, such as ``hocket/cli.py:12``; `text` is empty for a long source."""
+    """The file and line of a kernel's source, such as ``hocket/cli.py:12``, and its text, which is empty if long."""
 
     file_and_line: str
     text: str = ""
@@ -157,7 +160,7 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """A kernel that a program calls, its source, and the positions of the instructions that it computes."""
+    """One call of a kernel by a program: the kernel, its source, and the positions of its instructions."""
 
     kernel: str
     source: SourceLocation
@@ -173,12 +176,15 @@ class ListsKernels(Protocol):
     """A backend that can list the kernels of a program without memory for the program."""
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        """Return the kernel calls in the order of a run, except for kernels that depend on other devices of a group."""
+        """Return the kernel calls of one run in order.
+
+        Kernels of collectives are left out if they depend on the other devices of a group.
+        """
 
 
 @runtime_checkable
 class ReportsFusion(Protocol):
-    """A backend that reports which instructions it fuses; fusion affects the distribution of a graph over devices.
+    """A backend that reports which instructions it fuses; the planner uses this to distribute a graph over devices.
 
     Whether the backend fuses instructions depends on the memory layout of their values.
     """
@@ -189,16 +195,16 @@ class ReportsFusion(Protocol):
 
 @runtime_checkable
 class SupportsOverlap(Protocol):
-    """A backend with devices that may run other instructions during a collective."""
+    """A backend with devices that may run other instructions while a collective waits or transfers data."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         """Return whether these devices run independent instructions during a collective (see ``beside.py``)."""
 
 
 def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
-    """Return whether the devices of a group run independent instructions during a collective.
+    """Return whether the devices of a group can run independent instructions during a collective.
 
-    Devices of several backends communicate through host memory, and all of them wait.
+    The answer is no for devices of several backends: they communicate through host memory, and all of them wait.
     """
     first = group[0][0]
     is_one = all(type(backend) is type(first) for backend, _ in group)
@@ -211,10 +217,10 @@ def can_group_overlap(group: Sequence[tuple[Backend, Device]]) -> bool:
 class KernelSpeeds:
     """Speeds that kernels should reach, by the dtype of the weights or by op.
 
-    - `bandwidth` is in bytes/s, for few tokens.
-    - `flops` is in FLOP/s, for many tokens. An op has an entry where that speed limits its time.
-    - `vector_limits` and `prompt_limits` name the known bottleneck of each op for few tokens and for many tokens, such
-      as ``memory``.
+    - `bandwidth`: bytes/s, for few tokens.
+    - `flops`: FLOP/s, for many tokens. An op has an entry only if this speed limits its time.
+    - `vector_limits`: the known bottleneck of each op for few tokens, such as ``memory``.
+    - `prompt_limits`: the known bottleneck of each op for many tokens.
     """
 
     bandwidth: Mapping[str, float]
@@ -231,7 +237,8 @@ OTHER_OPS = "others"
 class PredictedSpeeds:
     """Known kernel speeds of one kind of device, in addition to its data sheet.
 
-    `products` has matrix products by the dtype of the weights. `ops` has the other ops by name.
+    `products` are the speeds of matrix products, by the dtype of the weights. `ops` are the speeds of the other ops, by
+    name.
     """
 
     products: KernelSpeeds
@@ -240,10 +247,10 @@ class PredictedSpeeds:
 
 @runtime_checkable
 class SupportsSimulation(Protocol):
-    """A backend that can stand in for absent devices, so that plans can be made for them."""
+    """A backend that can simulate absent devices, so that plans can be made for them."""
 
     def make_simulated_backend(self, model: str) -> Backend:
-        """Make a backend for devices of `model` that answers the questions of the planner and runs no program."""
+        """Make a backend for absent devices of `model`, which answers questions of the planner but runs no program."""
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the known kernel speeds of a kind of device, in addition to its data sheet, or None."""
+        """Return known kernel speeds of a kind of device that its data sheet does not tell; None if there are none."""

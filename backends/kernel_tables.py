@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def merge_disjoint_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
-    """Merge tables with different keys into one. Raises `ValueError` if two tables have the same key."""
+    """Merge tables without common keys into one. Raises `ValueError` if two tables have the same key."""
     whole: dict[str, T] = {}
     for table in tables:
         if twice := sorted(whole.keys() & table.keys()):
@@ -25,14 +25,14 @@ def merge_disjoint_tables(*tables: Mapping[str, T]) -> Mapping[str, T]:
 
 
 def merge_list_tables(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
-    """Merge tables of tuples into one, and concatenate the tuples of equal keys in order."""
+    """Merge tables of tuples into one; the tuples of the same key are concatenated in the order of the tables."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})
 
 
 @cache
 def find_op_package_binding(op: str, backend: str) -> Any:
-    """Return the binding of an op for a backend from the package that declares the op, or None.
+    """Return the kernel binding of an op for a backend, from the package that declares the op; None without one.
 
     Raises `BackendError` if the binding does not load.
     """

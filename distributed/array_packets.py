@@ -18,7 +18,7 @@ NUMERIC_DTYPE_KINDS = "biuf"
 
 
 def pack_array(array: Array, sequence: int) -> Packet:
-    """Pack a copy of `array` and its sequence number into a packet of bytes."""
+    """Pack a copy of `array` and its sequence number into a packet, which is a block of bytes."""
     head = PACKET_HEADER.pack(sequence, array.dtype.str.encode(), array.ndim) + struct.pack(
         f"<{array.ndim}q", *array.shape
     )
@@ -29,7 +29,7 @@ def pack_array(array: Array, sequence: int) -> Packet:
 
 
 def unpack_array(packet: Packet, sender: str, expected_sequence: int) -> Array:
-    """Unpack the array of a packet from `sender`, after a check of its sequence number.
+    """Return the array that a packet from `sender` contains, after a check of the packet's sequence number.
 
     Raises:
         RanksError: The sequence number is not `expected_sequence`, or the bytes are not an array.

@@ -44,7 +44,11 @@ def detect_launch() -> LaunchInfo | None:
 
 
 def run_under_supervisor(launch: LaunchInfo) -> int:
-    """Fork: the parent supervises the child, and the child returns the file descriptor for `notify_supervisor`."""
+    """Fork this process into a supervisor (the parent) and a child that runs the program; return only in the child.
+
+    The parent waits for the child and ends with its exit code. The result is the file descriptor for
+    `notify_supervisor`.
+    """
     reading, writing = os.pipe()
     parent, child = os.getpid(), os.fork()
     if child:
@@ -59,12 +63,23 @@ def run_under_supervisor(launch: LaunchInfo) -> int:
 
 
 def notify_supervisor(pipe: int) -> None:
-    """Notify the supervisor: the first call means that all ranks have started, the second that all ranks have ended."""
+    """Tell the supervisor about the progress of the run.
+
+    The first call means that all ranks have started, the second call that all ranks have ended.
+    """
     os.write(pipe, b"1")
 
 
 def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
-    """Supervise the process `child`: wait for its end, and end this process with its exit code."""
+    """Wait for the end of the process `child`, and end this process with the same exit code.
+
+    The child is killed if not all ranks start in time.
+
+    Args:
+        child: The process id.
+        reading: The pipe of `notify_supervisor`.
+        launch: The launcher, rank and number of ranks, for messages.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: os.kill(child, n))

@@ -20,7 +20,7 @@ PAUSE = 1e-3
 
 
 class MpiLink:
-    """The packet link that sends packets as MPI messages; a channel is an MPI tag.
+    """The packet link that sends packets as MPI messages; the channel of a packet is the MPI tag.
 
     Args:
         communicator: A communicator of mpi4py, which is duplicated. Without it, MPI is started, and `close` ends MPI.
@@ -40,7 +40,7 @@ class MpiLink:
         self._windows: list[Any] = []
 
     def _duplicate_communicator(self, communicator: Any) -> Any:
-        """Duplicate an MPI communicator, after the arrival of all ranks.
+        """Duplicate an MPI communicator, once all ranks have arrived.
 
         Raises:
             RanksError: A rank of this machine will never arrive.
@@ -108,9 +108,10 @@ class MpiLink:
 
 
 def _import_and_start_mpi(*, starts: bool) -> Any:
-    """Import the module `mpi4py.MPI` and start MPI.
+    """Import the module `mpi4py.MPI`, start MPI if it does not run yet, and return the module.
 
-    With `starts`, mpi4py neither starts nor ends MPI by itself.
+    Args:
+        starts: Whether hocket starts and ends MPI itself, instead of mpi4py.
 
     Raises:
         BackendError: mpi4py or an MPI library is missing.

@@ -33,13 +33,13 @@ MAX_REASON = 300
 
 
 class ExitParticipant(Protocol):
-    """A participant in a run of several ranks that announces the end of this process to the other ranks."""
+    """An object that takes part in a run of several ranks, and tells the other ranks when this process ends."""
 
     def announce_end(self, why: str) -> None:
-        """Announce to the other ranks that this process ends, and why."""
+        """Tell the other ranks that this process ends, and why."""
 
     def await_ends(self) -> None:
-        """Wait until all other ranks have announced their ends, or until a rank fails."""
+        """Wait until all other ranks have told that they end, or until a rank fails."""
 
 
 LAUNCHERS = (
@@ -65,9 +65,9 @@ _losses: list[str] = []
 
 
 def create_rank_note() -> None:
-    """Create the note of this process if a launcher started several ranks and the system has memory files.
+    """Create the note of this process: a memory file that other ranks read, and that receives the reason at its end.
 
-    At the exit of the process the note receives the reason.
+    Nothing is created for a single process, or on a system without memory files.
     """
     if detect_rank() and not _notes and hasattr(os, "memfd_create"):
         _notes.append(os.memfd_create(NOTE))
@@ -75,20 +75,26 @@ def create_rank_note() -> None:
 
 
 def register_exit_participant(partner: ExitParticipant) -> None:
-    """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
+    """Register an object whose `announce_end` and `await_ends` are called at the end of this process.
+
+    Only a weak reference is kept: nothing is called if the object no longer exists.
+    """
     _partners.append(ref(partner))
 
 
 def format_failure_reason(error: BaseException) -> str:
-    """Format an error as one line for the other ranks; the line of a failure of another rank stays unchanged."""
+    """Format an error as one line that tells the other ranks why this rank fails.
+
+    An error that already reports the failure of another rank keeps its line unchanged.
+    """
     text = str(error) if type(error).__name__ == "RanksError" else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:MAX_REASON]
 
 
 def record_lost_rank(why: str) -> None:
-    """Record that a rank is lost, and why, so that this process ends without MPI.
+    """Record that a rank is lost, and why. At its end, this process then skips the end of MPI.
 
-    MPI would wait for the lost rank for ever.
+    MPI would wait for the lost rank forever.
     """
     _losses.append(why)
 
@@ -114,20 +120,20 @@ def _end_rank(pid: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this machine is stopped (SIGSTOP); False if the system does not tell."""
+    """Return whether a process of this machine is stopped by SIGSTOP; False if the system gives no information."""
     return _read_process_state(pid)[:1] in ("T", "t")
 
 
 def resume_stopped_supervisor() -> None:
-    """Resume the parent of this process if the parent is stopped, because both have to end together."""
+    """Continue the parent of this process (SIGCONT) if it is stopped, because both have to end together."""
     if is_stopped(os.getppid()):
         os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _read_process_state(pid: int) -> str:
-    """Return the state letter and the following fields of ``/proc/PID/stat``; empty without such a process.
+    """Return the part of ``/proc/PID/stat`` from the state letter on, or "" if there is no such process.
 
-    The second field is the process id of the parent.
+    The second field of this part is the process id of the parent.
     """
     with suppress(OSError):
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2]
@@ -135,7 +141,7 @@ def _read_process_state(pid: int) -> str:
 
 
 def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
-    """Yield the rank and the process id of each other process that the launcher has started on this machine."""
+    """Yield (rank, process id) of each other process that the same launcher has started on this machine."""
     parent = str(os.getppid())
     for entry in PROC.glob("[0-9]*"):
         pid = int(entry.name)
@@ -149,9 +155,9 @@ def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
 
 
 def await_local_ranks(seconds: float) -> None:
-    """Wait at most `seconds` until the ranks of this machine have ended.
+    """Wait until the ranks of this machine have ended, but at most `seconds`.
 
-    The ranks are children of the launched processes, which are their supervisors.
+    The processes that the launcher started are supervisors. The ranks are their child processes.
     """
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -162,7 +168,7 @@ def await_local_ranks(seconds: float) -> None:
 
 
 def _list_parents_of_running_processes() -> Iterator[str]:
-    """Yield the parent process id of each process of this machine that is running and not stopped."""
+    """Yield the parent's process id of each process of this machine, except of stopped and ended processes."""
     for entry in PROC.glob("[0-9]*"):
         state, _, rest = _read_process_state(int(entry.name)).partition(" ")
         if state not in ("", "Z", "X", "T", "t"):
@@ -170,7 +176,10 @@ def _list_parents_of_running_processes() -> Iterator[str]:
 
 
 def _read_rank_note(pid: int) -> str | None:
-    """Read the note of the rank with process id `pid`, or return None without a note."""
+    """Return the note of the rank with process id `pid`: the reason why it ended, or "" while it runs.
+
+    Returns None if the process has no note, for example before it imports hocket.
+    """
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
@@ -180,7 +189,7 @@ def _read_rank_note(pid: int) -> str | None:
 
 
 class AbsentRankDetector:
-    """Detector of ranks of this machine that will never arrive, while this rank waits for them."""
+    """A detector of ranks of this machine that will never arrive, used while this rank waits for them."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         """Begin the wait for `ranks`, which are numbers in ``MPI.COMM_WORLD``."""
@@ -190,7 +199,7 @@ class AbsentRankDetector:
         self._stopped: dict[int, float] = {}
 
     def find_absent_rank(self) -> tuple[int, str] | None:
-        """Find a rank that will never arrive, and return its number and the reason, or None."""
+        """Return the number of a rank that will never arrive, and the reason; None if there is no such rank."""
         now = time.monotonic()
         if now - self._last_poll < POLL_SECONDS:
             return None

@@ -33,7 +33,7 @@ SHARED_SUM_ELEMENTS = 64 * 1024
 
 
 class DevicePlacement:
-    """The placement of devices on ranks: the rank of each device, and exchanges of device parts between ranks.
+    """The rank on which each device runs, and methods that exchange the devices' parts of a value between ranks.
 
     `local_devices` are the devices of this rank.
     """
@@ -52,13 +52,13 @@ class DevicePlacement:
         return self.world.size > 1
 
     def exchange_parts(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
-        """Exchange parts between ranks: return the part of each `needed` device, on all ranks.
+        """Return, on all ranks, the part of each device in `needed`; each part is sent by the rank of its device.
 
         All ranks call the method.
 
         Args:
             parts: The parts of the devices of this rank.
-            needed: The devices.
+            needed: The devices whose parts all ranks need.
         """
         own = {device: parts[device] for device in needed if device in self.local_devices}
         posted = [p for device, part in own.items() for p in self._send(part, device, range(self.world.size))]
@@ -67,9 +67,13 @@ class DevicePlacement:
         return all_parts
 
     def broadcast_part(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
-        """Return on all ranks the part that all `holders` have equally.
+        """Return, on all ranks, the part that the devices `holders` have. They all have the same part.
 
         A rank without a holder receives the part from the rank of the first holder.
+
+        Args:
+            parts: The parts of the devices of this rank.
+            holders: The devices that have the part.
         """
         if not self.spans_ranks:  # the path of every token on one machine
             return parts[holders[0]]
@@ -96,7 +100,7 @@ class DevicePlacement:
         return unpack_array(packet, self.world.describe_rank(rank), device)
 
     def open_shared_buffers(self) -> SharedBuffers | None:
-        """Return buffers that all ranks share for sums by compiled code, or None on several machines.
+        """Return buffers that all ranks share, in which compiled code computes sums; None on several machines.
 
         The first call allocates the buffers. All ranks call the method.
         """
@@ -116,7 +120,7 @@ class DevicePlacement:
         self._shared_buffers.signal_pad[FAILURE_WORD] = 1
 
     def _find_broadcast_channel(self, device: int) -> int:
-        """Return the channel on which the rank of a device sends the part of the device to other ranks."""
+        """Return the channel of the packets that broadcast the part of a device from its rank to the other ranks."""
         return DATA + len(self.ranks) ** 2 + device
 
     def find_pair_channel(self, source: int, to: int) -> int:
@@ -125,7 +129,7 @@ class DevicePlacement:
 
 
 class RankGroup:
-    """The shared state of a communicator of devices of several ranks.
+    """The state that all communicators of this rank share, for devices on several ranks.
 
     `member(number)` is the communicator of one device of this rank.
     """
@@ -180,9 +184,9 @@ class RankGroup:
             group.abort(why)
 
     def clear(self) -> None:
-        """Clear messages and failures after a run, except the run numbers.
+        """Clear messages and failures after a run; run numbers stay.
 
-        A failure of a rank that came meanwhile is reported again.
+        If a rank has failed in the meantime, its failure is reported again.
         """
         for board in self.signal_pads.values():
             equalise_run_numbers(board)
@@ -192,9 +196,9 @@ class RankGroup:
 
 
 class RankGroupMember:
-    """The communicator (`Comm`) of device `number` in a `RankGroup`, which the thread of the device calls.
+    """The communicator (`Comm`) of device number `number` in a `RankGroup`. The thread of the device calls it.
 
-    `rank` is the index of the device in its collective group.
+    `rank` is the index of the device in its collective group, not the rank of the process.
     """
 
     spans_processes: bool = True
@@ -231,9 +235,14 @@ class RankGroupMember:
         return unpack_array(packet, self._world.describe_rank(rank), sequence)
 
     def _exchange_arrays(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
-        """Exchange arrays with `peers`: return the array that each peer, this device included, has for this device.
+        """Exchange arrays with the devices `peers`, and return the arrays that they send to this device.
 
-        ``own(i)`` is the array of this device for ``peers[i]``.
+        This device may be one of the peers.
+
+        Args:
+            peers: The devices.
+            own: Returns the array for a peer, by its index in `peers`.
+            sequence: Number of the collective, equal on all members.
         """
         others = [(place, d) for place, d in enumerate(peers) if d != self.number]
         posted = [self._send(own(place), to, sequence) for place, to in others]
@@ -242,7 +251,10 @@ class RankGroupMember:
         return arrays
 
     def _sum_over_ranks(self, part: Array, sequence: int) -> Array:
-        """Sum a slice over the ranks: over the devices that have the same index in each rank."""
+        """Sum a slice over all ranks: each rank takes part with the device that has the same index as this one.
+
+        Large slices are divided into blocks. Each rank sums one block and sends the sum to the others.
+        """
         peers = [mates[self._place] for mates in self._groups]
         if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
             return _sum_in_narrowest_dtype(self._exchange_arrays(peers, lambda to: part, sequence))
@@ -251,7 +263,10 @@ class RankGroupMember:
         return np.concatenate(self._exchange_arrays(peers, lambda to: mine, sequence))
 
     def _sum_over_group(self, source: Array, sequence: int) -> Array:
-        """Sum an array over the collective group, in the order of devices within a rank, then in rank order."""
+        """Return the sum of an array over all devices of the collective group.
+
+        Addends are in the order of devices within a rank, then in rank order.
+        """
         flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
         slices = [*_even_slices(flat.size, self._slice_count), *[slice(0, 0)] * (len(self._mates) - self._slice_count)]
         mine = slices[self._place]
@@ -274,7 +289,10 @@ class RankGroupMember:
             np.copyto(into[target], total[origin])
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Send `source` to one device of each other rank, which shares it with the other devices of the rank."""
+        """Copy slices of the sources of all devices into `into`; see `Comm.all_gather`.
+
+        Each source goes to only one device of each other rank, which shares it with the other devices of its rank.
+        """
         others = [mates for mates in self._groups if mates is not self._mates]
         posted = [self._send(source, mates[self._place % len(mates)], sequence) for mates in others]
         own = len(self._mates)
@@ -296,13 +314,13 @@ class RankGroupMember:
 
 
 def _even_slices(size: int, count: int) -> list[slice]:
-    """Split ``range(size)`` into `count` slices of nearly equal sizes."""
+    """Divide ``range(size)`` into `count` slices of nearly equal sizes."""
     bounds = [size * part // count for part in range(count + 1)]
     return [slice(*ends) for ends in pairwise(bounds)]
 
 
 def _sum_in_narrowest_dtype(arrays: Sequence[Array]) -> Array:
-    """Sum arrays in order and in the narrowest of their dtypes, so that the sum is equal on all ranks."""
+    """Sum arrays in order, in the narrowest of their dtypes, so that all ranks get the same sum."""
     wire = min((a.dtype for a in arrays), key=lambda d: (d.itemsize, d.str))
     total = arrays[0].astype(wire)
     for other in arrays[1:]:

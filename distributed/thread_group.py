@@ -25,7 +25,7 @@ Pipeline stages differ in time. With two messages, fewer than one run has, each 
 
 
 class ThreadGroup:
-    """The shared state of a communicator of several threads of this process, one for each device.
+    """The state that the communicators of several threads of this process share; each thread runs one device.
 
     `member(rank)` is the communicator of one device. Sums are computed in rank order and in the narrowest dtype of the
     operands, so all devices get the same numbers.
@@ -53,7 +53,7 @@ class ThreadGroup:
         return ThreadGroupMember(self, rank)
 
     def abort(self, why: str) -> None:
-        """Wake all waiting threads with the reason `why`, because a member failed."""
+        """Wake all waiting threads after a failure of a member; they raise an error with the reason `why`."""
         self.failure = self.failure or why
         if self.board is not None:
             self.board[FAILURE_WORD] = 1
@@ -72,10 +72,17 @@ class ThreadGroup:
             equalise_run_numbers(self.board)
 
     def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
-        """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
+        """Wait until `condition` returns true; it is tested again after each change of the message queues.
+
+        The caller holds the lock `post`.
+
+        Args:
+            condition: Function without arguments.
+            subject: What waits, for the message of the error.
+            reason: What did not happen, for the message of the error.
 
         Raises:
-            BackendError: `condition` stays false for `timeout` seconds. The message has `subject` and `reason`.
+            BackendError: The group failed, or `condition` stays false for `timeout` seconds.
         """
         came = self.post.wait_for(lambda: condition() or bool(self.failure), self.timeout)
         if not came or not condition():
@@ -106,9 +113,9 @@ class ThreadGroupMember:
         self.transfer_dtype = group.wire
 
     def exchange_values(self, own: Any, sequence: int) -> list[Any]:
-        """Return the values of all members in rank order, after a barrier.
+        """Give a value to all members of the group, and return the values of all members in rank order.
 
-        The caller calls `wait` before a value changes.
+        Values are not copied. The caller calls `wait` before it changes a value that others may still read.
         """
         self.group.posted[self.rank] = (sequence, own)
         self.group.wait(self.rank, sequence)
@@ -124,7 +131,7 @@ class ThreadGroupMember:
         return values
 
     def _exchange_arrays(self, source: Array, sequence: int) -> list[Array]:
-        """Return the source arrays of all members in rank order, in their narrowest dtype."""
+        """Give `source` to all members; return the sources of all members in rank order, in their narrowest dtype."""
         return _cast_to_narrowest_dtype(self.exchange_values(source, sequence))
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
@@ -176,7 +183,7 @@ class ThreadGroupMember:
 
 
 def _cast_to_narrowest_dtype(arrays: list[Array]) -> list[Array]:
-    """Cast all arrays to the narrowest of their dtypes, so that all devices compute the same numbers."""
+    """Cast all arrays to the narrowest of their dtypes, so that all devices compute equal sums."""
     dtypes = {a.dtype for a in arrays}
     if len(dtypes) == 1:
         return arrays
@@ -185,8 +192,8 @@ def _cast_to_narrowest_dtype(arrays: list[Array]) -> list[Array]:
 
 
 def _choose_accumulator(candidate: Array, operand: Array) -> Array:
-    """Return `candidate` as the accumulator of a sum if it has the dtype of `operand`, else a new array.
+    """Return an array in which a sum can be accumulated: `candidate` if it has the dtype of `operand`.
 
-    The new array has the shape of `candidate` and the dtype of `operand`.
+    Otherwise it is a new array with the shape of `candidate` and the dtype of `operand`.
     """
     return candidate if candidate.dtype == operand.dtype else np.empty(candidate.shape, operand.dtype)

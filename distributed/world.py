@@ -61,12 +61,12 @@ Seen = TypeVar("Seen")
 
 
 class RanksError(BackendError):
-    """A rank failed, ended, or does not match the other ranks."""
+    """The error that a rank failed, ended, or disagrees with the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The reason why a run ends, and the rank that failed first, with its host."""
+    """The first failure of a run: the rank that failed, its host, and the reason."""
 
     rank: int
     host: str
@@ -77,14 +77,14 @@ class Failure:
 
 
 class World:
-    """One rank of a run: the connection of this process to all other processes of the run.
+    """One rank of a run of several processes: the connection of this process to all the others.
 
     All ranks run the same program in the same order.
 
     Args:
         link: The packet link to the other ranks; None for a run of one process.
-        ends_process: Whether the failure of another rank ends this process if it does not end by itself. Without it,
-            only waits raise.
+        ends_process: Whether this process is ended soon after the failure of another rank, even if it does not wait for
+            that rank. If not, only waits raise an error.
     """
 
     rank: int
@@ -125,7 +125,11 @@ class World:
         return self._link.send(to, channel, packet)
 
     def wait_until_sent(self, posted: Sequence[object], timeout: float | None = None) -> None:
-        """Wait until all packets of `send_packet` are sent, so that the link no longer reads their memory.
+        """Wait until all given packets are sent, so that the link no longer reads their memory.
+
+        Args:
+            posted: The results of `send_packet`.
+            timeout: Maximum seconds of the wait.
 
         Raises:
             RanksError: A rank failed, or a packet is not sent within `timeout` seconds.
@@ -139,7 +143,7 @@ class World:
         return self._poll_until(lambda: self._link.try_receive(source, channel), timeout)
 
     def _poll_until(self, poll: Callable[[], Seen | None], timeout: float | None) -> Seen | None:
-        """Poll until `poll` returns a value, and return the value, or None after `timeout` seconds.
+        """Call `poll` repeatedly until it returns a value, and return the value; return None after `timeout` seconds.
 
         Raises:
             RanksError: A rank failed.
@@ -179,18 +183,18 @@ class World:
         return packet.tobytes()
 
     def record_timeout(self, rank: int, timeout: float) -> RanksError:
-        """Record that a rank which is alive did not come within `timeout` seconds, and return the error."""
+        """Record that a living rank did not come within `timeout` seconds, and return the error to raise."""
         self._give_up_rank(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
 
     def _give_up_rank(self, rank: int, why: str) -> None:
-        """Give up a rank: record its failure, so that the end of this process does not wait for that rank in MPI."""
+        """Record a rank as failed, so that this process does not wait for that rank when MPI ends."""
         failure = Failure(rank, self.hosts[rank], why)
         if self._record_failure(failure) and not self._ends_process:
             record_lost_rank(str(failure))
 
     def broadcast_from_rank_0(self, make_text: Callable[[], bytes]) -> bytes:
-        """Return on all ranks the bytes that `make_text` returns on rank 0; other ranks do not call it."""
+        """Call `make_text` on rank 0 and return its result on all ranks; other ranks do not call it."""
         if self.size == 1:
             return make_text()
         if self.rank:
@@ -200,13 +204,13 @@ class World:
         return text
 
     def require_agreement(self, name: str, own: str, remedy: str, timeout: float | None = None) -> None:
-        """Require that a text is equal on all ranks.
+        """Raise an error unless all ranks have the same text.
 
         Args:
-            name: The name of the text in the message.
+            name: What the text is, for the message.
             own: The text of this rank.
-            remedy: The remedy, for the message.
-            timeout: Seconds to wait for a rank.
+            remedy: What the user can do, for the message.
+            timeout: Maximum seconds to wait for a rank.
 
         Raises:
             RanksError: The texts differ; every rank raises it.
@@ -234,15 +238,15 @@ class World:
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Register a bound method that is called with the reason when a rank fails.
 
-        The registration ends with the object of the method. It serves threads that wait elsewhere and do not poll for
-        failures.
+        It wakes threads that wait elsewhere and do not poll for failures. The registration ends when the method's
+        object is deleted.
         """
         self._wakes = [*(known for known in self._wakes if known() is not None), WeakMethod(callback)]
 
     def repeat_failure_callbacks(self) -> None:
-        """Repeat the calls of all registered failure callbacks if a rank has failed.
+        """Call all registered failure callbacks again if a rank has failed.
 
-        A cleared group has lost the reason of the failure.
+        This is for a group that was cleared and has lost the reason of the failure.
         """
         if self.failure is not None:
             for known in self._wakes:
@@ -250,9 +254,9 @@ class World:
                     wake(str(self.failure))
 
     def announce_failure(self, why: str) -> None:
-        """Announce the failure of this rank to the other ranks, unless it was announced before.
+        """Tell the other ranks that this rank has failed, and why; do nothing on a second call.
 
-        The first failure of any rank stays the recorded failure.
+        It becomes the recorded failure only if no rank has failed before.
         """
         if self._others and not self._has_sent_failure:
             self._has_sent_failure = True
@@ -260,16 +264,13 @@ class World:
             self._send_control(FAILED + why.encode())
 
     def announce_end(self, why: str) -> None:
-        """Announce to all ranks that the script of this rank ends, and why.
-
-        Ranks that still need this rank raise the reason.
-        """
+        """Tell all ranks that the script of this rank ends, and why; ranks that still need it raise the reason."""
         self._is_over = True
         if not self._done.is_set():
             self._send_control(LAST + why.encode())
 
     def await_ends(self) -> None:
-        """Wait until the scripts of all ranks end, as MPI would, or until a rank fails."""
+        """Wait until the scripts of all ranks end, as MPI does at its end, or until a rank fails."""
         while not self._done.is_set() and self.failure is None:
             if all(rank in self._last_words for rank in self._others):
                 break
@@ -279,7 +280,7 @@ class World:
             self._thread.join(SILENCE_TIMEOUT_SECONDS)
 
     def _record_failure(self, failure: Failure) -> bool:
-        """Record a failure if it is the first, and return whether it is the first."""
+        """Record a failure unless another one was recorded before; return whether it was recorded."""
         with self._lock:
             if self.failure is not None:
                 return False
@@ -288,7 +289,7 @@ class World:
         return True
 
     def leave(self, timeout: float | None = None) -> None:
-        """Leave the run after the work of this rank: wait for the other ranks, and close the link.
+        """Leave the run after the work of this rank: wait until all other ranks leave too, then close the link.
 
         The wait takes at most `timeout` seconds.
 
@@ -314,9 +315,10 @@ class World:
             resume_stopped_supervisor()
 
     def end_process(self, code: int, why: str = "") -> NoReturn:
-        """End this process with exit code `code` after a failure of this rank (reason `why`) or of another rank.
+        """End this process with exit code `code` because a rank has failed.
 
-        The process stays until all ranks have sent their reasons. Ranks do not repeat a line that rank 0 prints.
+        `why` is the reason if this rank has failed; else it is empty. The process stays until all ranks have sent their
+        reasons. A rank does not print a line that rank 0 prints, too.
         """
         self._is_ending = True
         if why:
@@ -343,9 +345,9 @@ class World:
         os._exit(code)  # MPI would wait for the rank that failed
 
     def _start_exit_timer(self, code: int) -> None:
-        """Start a timer that ends this process with exit code `code` after `FAILED_RANK_LINGER_SECONDS`.
+        """Start a timer that ends this process with exit code `code`, in case the end of MPI hangs.
 
-        The timer matters if another rank was killed after it sent `CLOSES`.
+        That happens if another rank was killed after it sent `CLOSES`. The timer runs for `FAILED_RANK_LINGER_SECONDS`.
         """
         timer = threading.Timer(FAILED_RANK_LINGER_SECONDS, os._exit, (code,))
         timer.daemon = True
@@ -358,7 +360,7 @@ class World:
     # ------------------------------------------------------------------------------------------------- watching
 
     def _heartbeat_loop(self) -> None:
-        """Send heartbeats and read the heartbeats of other ranks until this rank leaves."""
+        """Send heartbeats and read those of the other ranks, until this rank leaves. This is the loop of a thread."""
         beat, grace, has_sent_done, before, stopped = 0.0, None, False, time.monotonic(), 0.0
         while not self._leaving.wait(POLL_SECONDS):
             now = time.monotonic()

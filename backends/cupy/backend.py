@@ -55,7 +55,7 @@ NumberedCall = tuple[int, Callable[[], object]]
 
 @lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """Infer the spec in device memory from a declared spec. An exact backend stores weights as float32."""
+    """Return the shape and dtype in device memory for a declared spec; an exact backend stores weights as float32."""
     matrix = kind in LOADED_LEAF_KINDS and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PLANE_LAYOUTS:
         return pad_packed_spec_rows(spec)
@@ -66,7 +66,7 @@ def _infer_stored_spec(spec: Spec, kind: str, is_exact: bool) -> Spec:
 
 @lru_cache(maxsize=1 << 14)
 def _make_unbound(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool) -> UnboundOperand:
-    """Make an operand without an address: a view with this shape of a leaf or value with declared spec `base`."""
+    """Make an operand without an address: the whole of a leaf or value with declared spec `base`, or a view of it."""
     stored = _infer_stored_spec(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
     return UnboundOperand(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
@@ -75,8 +75,8 @@ def _make_unbound(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, 
 class DriverBackend:
     """A backend that runs programs on the devices of a driver.
 
-    Values are float32 or integers. Weight matrices, and states that are rows of 16-bit numbers, keep dtypes that
-    kernels read. An exact backend (`is_exact`) stores weights as float32, too.
+    Values are float32 or integers. These keep other dtypes if kernels read them: weight matrices, and states that are
+    rows of 16-bit numbers. An exact backend (`is_exact`) stores weights as float32, too.
     """
 
     name: str
@@ -112,7 +112,7 @@ class DriverBackend:
         return Support(True)
 
     def scratch(self, node: Node) -> int:
-        """Return the scratch bytes of a node: enough for each present device. Devices may choose different kernels."""
+        """Return the scratch bytes of a node: the maximum over the present devices, as their kernels may differ."""
         if node.op in COLLECTIVES:
             return 0
         if not self._limits:
@@ -133,7 +133,7 @@ class DriverBackend:
         return True
 
     def _compute_scratch_bytes(self, node: Node, limits: Limits, strided_operand: int | None = None) -> int:
-        """Compute the scratch bytes of a node at placeholder addresses; raise `NoKernelError` without a kernel."""
+        """Compute the scratch bytes of a node for a device with `limits`; raise `NoKernelError` if no kernel fits."""
         src, attrs = tuple(map(self._to_unbound_operand, node.src)), tuple(node.attrs.items())
         results = tuple(self.storage_spec(value.spec, find_storage_kind(value)) for value in node.results)
         return compute_scratch_bytes_at_placeholders(node.op, src, results, attrs, limits, strided_operand)
@@ -151,7 +151,7 @@ class DriverBackend:
         return _infer_stored_spec(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of a node from intermediate rounding, or `None` for float32 arithmetic."""
+        """Return the relative error of a node that rounds intermediate values, or `None` if it computes in float32."""
         is_exact = node.attrs.get("exact") is not False
         if node.op in MATMUL_OPS and self.is_exact:
             return None
@@ -198,7 +198,7 @@ class DriverBackend:
         return list_launch_groups(program, self.driver.limits(on))
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether launches can run during collectives of these devices: not if these go through the host."""
+        """Return whether kernels can run during collectives of these devices; no if they go through the host."""
         return self.driver.can_overlap_collectives and (
             len(devices) == 1 or choose_transport(devices, self.driver).has_device_collectives
         )
@@ -263,7 +263,7 @@ class RecordedProgram:
         )
 
     def _record_launches(self) -> None:
-        """Record all launches of the program; launches between two collectives in host memory are one unit."""
+        """Record all launches of the program; launches between two collectives through the host are one recording."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}
         del self._builder.faults[self._bound_fault_count :]
         self._collectives.add_run_begin_launches(self._builder)
@@ -294,7 +294,7 @@ class RecordedProgram:
         self._run_and_read_outputs(self._read_fault)
 
     def make_runner_with_outputs(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a runner that reads the outputs and the fault record together, so that the host waits once."""
+        """Return a function that runs the program and returns `tensors` as host arrays; the host waits only once."""
         fault = replace(FAULT_RECORD, buffer=len(self._buffers))
         read = self.driver.make_reader([*self._buffers, self._fault_buffer], [fault, *tensors])
         return lambda: self._run_and_read_outputs(read)[1:]
@@ -335,7 +335,7 @@ class RecordedProgram:
         return arrays
 
     def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
-        """Make the error of a run that waited for a lost device; all instructions count as ended."""
+        """Make the `StepError` of a run that waited for a lost device. It reports all instructions as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
         self._clear_fault_record()
         (node,) = (
@@ -344,11 +344,11 @@ class RecordedProgram:
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that a run launches, in order. A collective appears as its op name."""
+        """Return the names of the kernels that a run launches, in order; for a collective, the name of its op."""
         return [part.instruction.op if isinstance(part, CollectiveStep) else _format_step(part) for part in self._parts]
 
     def run_timed(self) -> list[TimedKernel]:
-        """Run once, launch by launch, and return the times of launches and of collectives in host memory."""
+        """Run launch by launch, and return the times of the launches and of the collectives through the host."""
         times: list[TimedKernel] = []
         plain, self._wrap_call = self._wrap_call, partial(self._make_timed_call, times)
         try:
@@ -358,7 +358,7 @@ class RecordedProgram:
         return times
 
     def _make_timed_call(self, times: list[TimedKernel], call: NumberedCall) -> NumberedCall:
-        """Return the call with a timer that appends the time of each launch or collective to `times`."""
+        """Return a call that also appends the start and end time of its launch or collective to `times`."""
         number, run = call
 
         def time_call() -> None:
@@ -389,7 +389,7 @@ class RecordedProgram:
         return number, text.format(value=value)
 
     def _upload_array(self, array: Array) -> Any:
-        """Upload an array to device memory that exists as long as this program, and return the buffer."""
+        """Upload an array to device memory and return the buffer, which is kept as long as this program exists."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
         buffer = self.driver.alloc(data.nbytes, self.on)
         self.driver.view(buffer, Tensor(-1, 0, data.shape, (1,), DType.I8))[...] = data
@@ -404,7 +404,7 @@ class RecordedProgram:
         return self._constants[key]
 
     def _record_pending_steps(self) -> None:
-        """Record the pending steps, which were bound since the last collective in host memory, as one call."""
+        """Record the pending steps as one call: all steps bound since the last collective through the host."""
         if steps := [*self._pending_steps, *self._builder.take_launches()]:
             self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
             self._recorded_steps[run] = flatten_steps(steps)
@@ -415,7 +415,7 @@ class RecordedProgram:
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared_spec, spec.stored_spec)
 
     def _make_dequantised_view(self, t: Tensor) -> Any:
-        """Return a view of a tensor; for a packed weight, add launches that dequantise it to float32 on each run."""
+        """Return a view of `t`, from which the host copies: of its buffer, or of a float32 copy if `t` is quantised."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._make_operand(t)
@@ -444,5 +444,5 @@ def _format_step(step: SingleStep) -> str:
 
 
 def _as_host_array(view: Any) -> Array:
-    """Return a view as a host array: the view itself if it is one, else a copy."""
+    """Return `view` itself if it is a host array, else a copy of it on the host."""
     return view if isinstance(view, np.ndarray) else np.array(view)

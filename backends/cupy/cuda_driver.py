@@ -79,8 +79,9 @@ class DeviceMemory:
 class CudaDriver:
     """The driver of this machine's CUDA devices.
 
-    All launches and copies of a device, or of a device part, use one stream and keep their order. With `begins_early`,
-    launches in a CUDA graph begin while the previous launch runs, if the device and its driver support that.
+    Each device, or part of a device, has one stream for all its launches and copies, which keeps their order. With
+    `begins_early`, launches in a CUDA graph begin while the previous launch runs, if the device and its driver support
+    that.
     """
 
     kind = "cuda"
@@ -96,7 +97,7 @@ class CudaDriver:
 
     @property
     def cupy(self) -> Any:
-        """The module CuPy for devices of this kind. Raises `BackendError` if it is missing or for other devices."""
+        """The module CuPy. Raises `BackendError` if it is missing, or if it was built for devices of another kind."""
         try:
             cupy = _cupy()
         except ImportError as why:
@@ -195,11 +196,11 @@ class CudaDriver:
         return views[0].transfers.make_reader([view.array for view in views]) if views else list
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return whether each device can access the memory of all others; enable that access.
+        """Return whether each device can access the memory of all others; also enable that access.
 
-        Buffers come from cudaMalloc, so peer access covers all memory of a device. Parts of one device are not peers. A
-        kernel that waits for another part may block that part's launch, because streams share queues and some launches
-        need an idle device.
+        Peer access covers all memory of a device, because buffers come from cudaMalloc. Parts of one device do not
+        count as peers. A kernel that waits for another part may block that part's launch, because streams share queues
+        and some launches need an idle device.
         """
         if has_parts_of_one_device(devices):
             return False
@@ -222,7 +223,10 @@ class CudaDriver:
         return load_nccl(self.cupy, _nccl, self.library_name)
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Map the group's signal pad for devices and return its device address. The first device pins it for all."""
+        """Map the group's signal pad into the devices' address space, and return its address there.
+
+        The first device pins the memory for all.
+        """
         runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
         with convert_cuda_errors(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:
@@ -251,9 +255,9 @@ class CudaDriver:
         )
 
     def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
-        """Return a function that replays the steps: one launch directly, several as a CUDA graph.
+        """Return a function that replays the steps: a single launch directly, anything else as a CUDA graph.
 
-        NCCL needs exchanges in graphs on all devices or on none.
+        A single library exchange is also a graph: NCCL needs exchanges in graphs on all devices or on none.
         """
         stream = self.stream(on)
         if len(steps) == 1 and isinstance(steps[0], Launch):
@@ -301,7 +305,7 @@ class CudaDriver:
         return self._get_host_transfers(on).stream
 
     def _make_step_call(self, step: SingleStep, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
-        """Return a call that puts one step into a stream. The words of a launch are copied now."""
+        """Return a call that puts one step into a stream. The argument words of a launch are copied now."""
         if isinstance(step, LibraryExchange):
             return partial(step.communicator.enqueue_transfers, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._load_function(step.kernel, on.index)
@@ -346,7 +350,7 @@ class CudaDriver:
         return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # done, or failed
 
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """Run recorded runs with events between them in the stream, and return the device seconds of each."""
+        """Run recorded runs one after the other, and return the device seconds of each, measured by CUDA events."""
         events, stream = self.cupy.cuda, self.stream(on)
         with convert_cuda_errors(self.cupy, on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
@@ -363,15 +367,15 @@ class CudaDriver:
 
 
 def _write_views(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
-    """Write to each view the host array with the same index."""
+    """Copy to each view the host array that has the same number: ``arrays[number]`` to ``views[number]``."""
     for number, view in views.items():
         view[...] = arrays[number]
 
 
 class RecordedGraph:
-    """A recorded CUDA graph with the communicators that it uses.
+    """A recorded CUDA graph together with the communicators that it uses, so that both are deleted in the right order.
 
-    The graph is deleted first, because a communicator waits forever at its end while a graph uses it.
+    The graph is deleted first. A communicator that ends while a graph uses it would wait forever.
     """
 
     def __init__(self, run: Callable[[], None], communicators: tuple[Communicator, ...]) -> None:
@@ -398,7 +402,7 @@ def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: in
 
 
 class SimulatedGpuDriver(CudaDriver):
-    """A driver of simulated devices, which may be absent. It only answers the questions of plans."""
+    """A driver of simulated devices, which need not exist. It answers the questions of the planner and runs nothing."""
 
     def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
         super().__init__()
@@ -412,10 +416,10 @@ class SimulatedGpuDriver(CudaDriver):
 
 
 class SimulatedGpuBackend(DriverBackend):
-    """A backend of simulated devices, which may be absent, for plans only."""
+    """A backend of simulated devices, which need not exist. It serves plans and runs nothing."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
-        """Return whether collectives can overlap, under the assumption of peer access or a collective library."""
+        """Return whether kernels can run during collectives; peer access or a collective library is assumed."""
         return self.driver.can_overlap_collectives
 
 
@@ -430,5 +434,5 @@ class CudaBackend(DriverBackend):
         return SimulatedGpuBackend(SimulatedGpuDriver(CudaDriver, find_limits(model)))
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return the kernel speeds that the GPU time model predicts for a kind of GPU, such as ``h100``."""
+        """Return the kernel speeds that the GPU time model predicts for a kind of GPU such as ``h100``, or None."""
         return load_predicted_speeds().get(kind)

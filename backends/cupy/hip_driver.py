@@ -35,7 +35,7 @@ class HipDriver(CudaDriver):
         return Limits(int(self.read_device_properties(index)["sharedMemPerBlock"]))
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return `False`: memory from hipMalloc is coherent between devices only between kernels."""
+        """Return `False`: during a kernel, memory from hipMalloc is not coherent between devices."""
         return False
 
     def _make_replay(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:

@@ -35,11 +35,13 @@ class ResourceRow(NamedTuple):
 
     - `registers`: 32-bit registers of a thread.
     - `shared_bytes`: declared bytes of shared memory.
-    - `instructions`, `loop`, `products`: the number of instructions in all, in the longest inner loop, on tensor cores.
-    - `loads`: the number of global loads, by the bits that one loads for a thread.
-    - `threads`: the largest block.
-    - `warps`: resident warps of a multiprocessor, with blocks of `threads` (without bounds: `DEFAULT_BLOCK_THREADS`)
-      and without dynamic shared memory.
+    - `instructions`: the number of instructions.
+    - `loop`: the number of instructions in the longest inner loop.
+    - `products`: the number of tensor-core instructions.
+    - `loads`: the number of global loads, by the bits that one load reads for a thread.
+    - `threads`: the maximum block size.
+    - `warps`: warps that are resident on a multiprocessor at once, with blocks of `threads` threads and without dynamic
+      shared memory. A kernel without a maximum counts with `DEFAULT_BLOCK_THREADS`.
     """
 
     registers: int
@@ -54,7 +56,10 @@ class ResourceRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResourceTable:
-    """The stored table: rows by ``file: kernel`` and architecture, and the digests of the compiled sources."""
+    """The stored resource table.
+
+    It has a row for each kernel (``file: kernel``) and architecture, and the digest of each compiled source.
+    """
 
     kernels: Mapping[str, Mapping[str, ResourceRow]]
     digests: Sequence[str]
@@ -69,7 +74,7 @@ def read_resource_table() -> ResourceTable:
 
 
 def compute_source_digest(source: KernelSource) -> str:
-    """Compute a digest of the text, kernel names and options of a source, which determine its machine code."""
+    """Return a digest of all that determines the machine code of a source: text, kernel names and compiler options."""
     parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
@@ -115,7 +120,7 @@ def compile_resource_rows(source: KernelSource, arch: str) -> dict[str, tuple[Re
 
 
 def update_resource_table() -> None:
-    """Update ``resources.json``: compile the sources that changed; fail if a kernel spills registers."""
+    """Update ``resources.json``: recompile the sources that changed. Fail if a kernel spills registers."""
     before = read_resource_table()
     known = [source for source in SOURCES if compute_source_digest(source) in before.digests]
     known_names = {f"{source.file}: {name}" for source in known for name in source.names}

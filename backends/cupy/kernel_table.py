@@ -61,7 +61,7 @@ BINDINGS: Mapping[str, OpBinder] = merge_disjoint_tables(
 
 
 def find_binding(op: str) -> OpBinder | None:
-    """Find the binder of an op, here or in an op package; return `None` if there is none."""
+    """Return the binder of an op (the function that adds its launches), here or in an op package; `None` if missing."""
     return BINDINGS.get(op) or find_op_package_binding(op, "cuda")
 
 

@@ -23,7 +23,7 @@ from .kernel_table import FUSED, find_binding
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """A collective instruction of a bound program, in its position between launches."""
+    """A collective instruction of a program, as a step between launches in execution order."""
 
     number: int
     instruction: Instruction
@@ -38,7 +38,7 @@ class CollectiveStep:
 def bind_program(
     flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand]
 ) -> Iterator[SingleStep | CollectiveStep]:
-    """Bind the instructions of a program; yield the launches, and the collectives between them, in execution order.
+    """Choose the kernels of a program: yield its launches, and the collectives between them, in execution order.
 
     Args:
         flow: The dataflow of the program.
@@ -60,7 +60,7 @@ def bind_program(
 
 
 def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int], list[SingleStep]]:
-    """Bind all fusions of a program, group their instructions in the dataflow, and return the launches by group."""
+    """Find all fusions of a program and group their instructions in the dataflow; return the launches of each group."""
     chains: dict[Sequence[int], list[SingleStep]] = {}
     for number in range(len(flow.reader_table.program.instructions)):
         if flow.can_join_fusion(number) and (numbers := bind_largest_fusion(flow, launches, FUSED, number)):
@@ -71,7 +71,7 @@ def _bind_fusions(flow: Dataflow, launches: LaunchBuilder) -> dict[Sequence[int]
 def _bind_instruction(
     flow: Dataflow, launches: LaunchBuilder, operand: Callable[[Tensor], Operand], number: int
 ) -> list[SingleStep]:
-    """Bind one instruction that belongs to no fusion, and return its launches."""
+    """Choose the kernels of one instruction that belongs to no fusion, and return its launches."""
     i = flow.reader_table.program.instructions[number]
     launches.number, launches.scratch_bytes = number, 0
     launches.scratch_address = operand(i.scratch).address if i.scratch is not None else 0
@@ -87,7 +87,7 @@ def _bind_instruction(
 def bind_program_at_placeholders(
     program: Program, limits: Limits, processors: int = 1
 ) -> tuple[Dataflow, Sequence[SingleStep | CollectiveStep]]:
-    """Bind a program to operands at placeholder addresses, without device memory.
+    """Bind a program without device memory: its operands have placeholder addresses.
 
     Args:
         program: The program.
@@ -115,7 +115,7 @@ def list_kernel_calls(program: Program, limits: Limits) -> Iterator[KernelCall]:
 
 
 def list_launch_groups(program: Program, limits: Limits) -> list[tuple[int, ...]]:
-    """List the launch groups of a program in execution order, as tuples of instruction indices.
+    """List the groups of instructions that are launched together, in execution order, as tuples of instruction indices.
 
     A group is the instructions of a fusion, or a single instruction. The program is bound to placeholder addresses.
     """
@@ -125,7 +125,10 @@ def list_launch_groups(program: Program, limits: Limits) -> list[tuple[int, ...]
 
 
 def _make_placeholder_operand_factory(program: Program) -> Callable[[Tensor], Operand]:
-    """Return a function that makes the operand of a tensor at a placeholder address, different for each buffer."""
+    """Return a function that makes the operand of a tensor without device memory.
+
+    The operand has a placeholder address; tensors of different buffers have different addresses.
+    """
 
     @cache
     def operand(t: Tensor) -> Operand:
@@ -141,7 +144,7 @@ def _make_dry_run_builder(limits: Limits, processors: int = 1) -> DryRunBuilder:
 
 @cache
 def _find_kernel_definition(kernel: KernelInstance) -> SourceLocation:
-    """Find the C++ definition of a kernel in its own file or in a shared header; return its location and text."""
+    """Return the file, line and text of a kernel's C++ definition, in its own file or in a shared header."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):
         text = read_kernel_text(file)

@@ -17,10 +17,10 @@ from .kernel_table import find_binding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnboundOperand:
-    """An operand without an address, for a binding at placeholder addresses before memory exists.
+    """An operand without an address, from which kernels are chosen before memory exists.
 
-    A leaf, or a view of a leaf, also has the specs of its whole buffer. Equality is identity, so a backend makes each
-    object only once.
+    A leaf, or a view of a leaf, also has the specs of its whole buffer. Two operands are equal only if they are the
+    same object, so a backend makes each operand once.
 
     Args:
         spec: The spec of the operand as stored.
@@ -36,7 +36,7 @@ class UnboundOperand:
 
 
 def _make_gapped_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Make strides of an array that is not contiguous: axes in reversed order, with gaps between elements."""
+    """Return strides that no contiguous array of this shape has: axes in reversed order, gaps between elements."""
     strides, step = [], 2
     for n in shape:
         strides.append(step)
@@ -53,7 +53,7 @@ def compute_scratch_bytes_at_placeholders(
     limits: Limits,
     strided_operand: int | None,
 ) -> int:
-    """Compute the scratch bytes of an instruction by binding it to operands at placeholder addresses.
+    """Return the scratch bytes of an instruction, found by binding it to operands at placeholder addresses.
 
     Args:
         op: The name of the op.

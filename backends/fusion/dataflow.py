@@ -22,9 +22,10 @@ from .operands import BoundInstruction, NoKernelError, Operand, Region, require_
 
 
 class Dataflow:
-    """The producers and readers of values in a program, and the groups of instructions that run together.
+    """The dataflow of a program: the instructions that compute and read each value, and the groups that run together.
 
-    Instructions run in groups or one by one. The class also has the order of the groups.
+    A group is the set of instructions that one fused kernel computes. All other instructions run one by one. The class
+    also has the order of the groups.
     """
 
     def __init__(self, program: Program, readers: ReaderTable) -> None:
@@ -47,20 +48,23 @@ class Dataflow:
     def require_readers(self, number: int) -> list[int]:
         """Return all instructions that read the result of instruction `number`.
 
-        Raises `NoKernelError` if the result is retained or has no reader.
+        Raises `NoKernelError` if no instruction reads it, or if it must be kept, as that of an output or a state.
         """
         readers = self.find_readers(number)
         require_supported(readers, "a result is kept, or nobody reads it")
         return readers or []
 
     def find_readers(self, number: int) -> list[int] | None:
-        """Return all instructions that read the result of instruction `number`; None if the result is retained."""
+        """Return all instructions that read the result of instruction `number`.
+
+        Returns None if the result must be kept, as that of an output or a state; see `ReaderTable.find_readers`.
+        """
         return self.reader_table.find_readers(number)
 
     def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
-        """Return the only reader of the result of instruction `number`, which must have the op `op`.
+        """Return the only instruction that reads the result of instruction `number`; it must have the op `op`.
 
-        Operand `index` of the reader must be the whole result. Raises `NoKernelError` otherwise.
+        Its operand `index` must be the whole result. Raises `NoKernelError` otherwise.
         """
         readers = self.require_readers(number)
         require_supported(
@@ -70,9 +74,9 @@ class Dataflow:
         return readers[0]
 
     def require_whole_result_reader(self, number: int, op: str) -> int:
-        """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
+        """Return the first instruction with op `op` whose first operand is the whole result of instruction `number`.
 
-        Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
+        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten before that instruction.
         """
         readers = self.require_readers(number)
         later = next(
@@ -95,7 +99,9 @@ class Dataflow:
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def require_producer(self, number: int, index: int) -> int:
-        """Return the instruction that computes operand `index` of `number`, or a value that contains the operand.
+        """Return the last instruction before `number` that writes into the memory of operand `index` of `number`.
+
+        The instruction computes the operand, or a larger value that contains the operand.
 
         Raises `NoKernelError` if the operand is missing or no instruction computes it.
         """
@@ -111,7 +117,7 @@ class Dataflow:
         raise NoKernelError("an operand comes from outside")
 
     def find_state_save(self, state: Operand, before: int) -> int | None:
-        """Return the last instruction before `before` that saves the state or some of its rows, or None."""
+        """Return the last instruction before `before` that saves `state` or some of its rows; None if there is none."""
         saves = self._saves_by_buffer.get(state.tensor.buffer, [])
         at = bisect_left(saves, before)
         return saves[at - 1] if at else None
@@ -136,19 +142,19 @@ class Dataflow:
         return (group for group in self._order if group)
 
     def groups_by_instruction(self) -> dict[int, tuple[int, ...]]:
-        """Return the group of each instruction, by instruction number."""
+        """The group of each grouped instruction, by instruction number."""
         return {number: group for group in self.list_groups() for number in group}
 
     def can_join_fusion(self, number: int) -> bool:
-        """Return whether an instruction may join a fusion: it may move, and it is in no fused group yet."""
+        """Return whether an instruction may join a fusion: its order may change, and it is in no group yet."""
         return number not in self.fixed_instructions and len(self._order[self._position_by_instruction[number]]) == 1
 
     def can_group(self, numbers: Sequence[int]) -> bool:
-        """Return whether these instructions can run as one group, after other instructions moved before or after it."""
+        """Return whether these instructions can run as one group if other instructions move before or behind it."""
         return self._partition_around_group(numbers) is not None
 
     def group_instructions(self, numbers: Sequence[int]) -> None:
-        """Make one group of these instructions, for which `can_group` must hold."""
+        """Make one group of these instructions; the caller has tested `can_group`."""
         parted = self._partition_around_group(numbers)
         assert parted is not None
         self._accesses |= self._find_external_accesses(numbers)
@@ -163,10 +169,10 @@ class Dataflow:
     def _partition_around_group(
         self, numbers: Sequence[int]
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Partition the other groups between the members of a new group into groups before it and groups after it.
+        """Partition the groups between the members of a new group into those that run before it and those after it.
 
-        A group goes after the new group if it must not pass a member, or must not pass a group that goes after. Returns
-        None if a group would have to be on both sides, or if a member cannot move.
+        A group goes after the new group if it must stay behind a member, or behind another group that goes after.
+        Returns None if a group would have to be on both sides, or if a member cannot move.
         """
         if not all(map(self.can_join_fusion, numbers)):
             return None
@@ -188,11 +194,14 @@ class Dataflow:
     def _has_group_conflict(
         self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, AccessedRegions]
     ) -> bool:
-        """Return whether the order of `group` and one of `groups` matters, so that `group` must not pass it."""
+        """Return whether `group` must keep its order relative to any of `groups`, because of common memory."""
         return any(self._has_order_conflict(one, other, touched) for some in groups for one in some for other in group)
 
     def _find_external_accesses(self, numbers: Sequence[int]) -> dict[int, AccessedRegions]:
-        """Return the accesses of each of these instructions, except to results that only these instructions read."""
+        """Return the memory regions that each of these instructions accesses, except values that only they exchange.
+
+        Such a value is the result of one of the instructions, and no other instruction reads it.
+        """
         touched = {n: self._find_own_accesses(n) for n in numbers}
         for n in numbers:
             readers = self.find_readers(n) if len(self.bound_instruction(n).dst) == 1 else None
@@ -210,9 +219,10 @@ class Dataflow:
         return read, [*written, *self._scratch_regions[number]]
 
     def _has_order_conflict(self, one: int, other: int, touched: Mapping[int, AccessedRegions]) -> bool:
-        """Return whether the order of two instructions matters.
+        """Return whether two instructions must keep their order.
 
-        The order matters if one instruction writes bytes that the other accesses, or if one instruction is fixed.
+        They must if one instruction writes bytes that the other accesses. They also must if one is a collective or has
+        no results.
         """
         if one in self.fixed_instructions or other in self.fixed_instructions:
             return True
@@ -222,10 +232,10 @@ class Dataflow:
         return _has_overlap(written, [*read_there, *written_there]) or _has_overlap(read, written_there)
 
     def find_instructions_finished_before(self, number: int) -> int | frozenset[int]:
-        """Return the instructions that have finished before instruction `number`, for a failure of that instruction.
+        """Return the instructions that have finished if the run fails at instruction `number`.
 
-        The result has the form of `StepError.finished_instructions`: a count if they are the first instructions of the
-        program, else the set of their numbers.
+        The result is a count if these are the first instructions of the program, else the set of their numbers.
+        `StepError.finished_instructions` has this form.
         """
         done = frozenset(n for group in self._order[: self._position_by_instruction[number]] for n in group)
         return number if done == {*range(number)} else done
@@ -242,13 +252,13 @@ def _find_scratch_regions(scratch: Tensor | None) -> list[Region]:
 
 
 def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
-    """Require that a kernel may write `out` while it reads its operands. Raises `NoKernelError` otherwise.
+    """Require that a kernel may write `out` while it still reads its operands. Raises `NoKernelError` otherwise.
 
     Args:
         out: The result.
         sources: Operands that must not overlap the result.
-        same: Operands that must not overlap the result or must be exactly the same elements. The thread that writes an
-            element of `out` is the only one that reads these elements.
+        same: Operands that may be in place: they must not overlap the result, or must have exactly its elements in the
+            same order. Each thread reads such an element before it writes the element of `out`.
     """
     for source in sources:
         require_supported(
@@ -261,7 +271,7 @@ def require_no_alias(out: Operand, sources: Iterable[Operand | None], same: Iter
 
 
 def has_same_elements(one: Operand, other: Operand) -> bool:
-    """Return whether two operands are the same elements in memory, in the same order."""
+    """Return whether two operands consist of the same memory elements in the same order."""
     has_equal_strides = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
     return one.address == other.address and (has_equal_strides or dense)

@@ -16,7 +16,7 @@ AccessedRegions = tuple[list[Region], list[Region]]
 
 
 class ReaderTable:
-    """The bound instructions of a program, and the readers of the result of each instruction."""
+    """A table of the readers of each result in a program, together with the bound instructions of the program."""
 
     def __init__(
         self, program: Program, bind: Callable[[int], BoundInstruction], final_reads: Sequence[Region]
@@ -39,7 +39,10 @@ class ReaderTable:
         return self._accesses[number]
 
     def find_reader_instructions(self, number: int) -> list[BoundInstruction] | None:
-        """Return all instructions that read the first result of instruction `number`; None as `find_readers` does."""
+        """Return all instructions that read the first result of instruction `number`, as bound instructions.
+
+        Returns None in the cases in which `find_readers` returns None.
+        """
         numbers = self.find_readers(number)
         return None if numbers is None else [self.bound_instruction(n) for n in numbers]
 
@@ -64,7 +67,10 @@ class ReaderTable:
 
     @cached_property
     def _readers_by_instruction(self) -> Mapping[int, list[int]]:
-        """The readers of each instruction, found in one pass that tracks the producer of each byte."""
+        """The instructions that read each result, by the number of the instruction that wrote it.
+
+        They are found in one pass over the program, which tracks the last writer of each byte.
+        """
         readers: dict[int, list[int]] = {}
         producers: dict[int, list[ProducedBytes]] = defaultdict(list)
         for number in range(len(self.program.instructions)):
@@ -91,7 +97,7 @@ The entries of a buffer are in order and do not overlap.
 
 
 def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the sorted `producers` that overlap a region."""
+    """Return the slice of the list `producers` whose byte ranges overlap `region`; the list is sorted by address."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 
@@ -101,9 +107,14 @@ def _find_producers(region: Region, producers: Sequence[ProducedBytes]) -> list[
 
 
 def _record_write(region: Region, producers: list[ProducedBytes], maker: int | None) -> None:
-    """Record a write in the list of the producers of a buffer: replace the entries that the region overlaps.
+    """Update the list of the last writer of each byte range in a buffer after a write to `region`.
 
-    `maker` is the number of the writing instruction, or None if the readers of its result are not tracked.
+    Entries that the region covers are removed; entries that it covers in part are shortened.
+
+    Args:
+        region: The written bytes.
+        producers: The byte ranges of the buffer with their last writers, sorted.
+        maker: The number of the writing instruction, or None if the readers of its result are not tracked.
     """
     start, end, within = region.low, region.high, _find_overlap_slice(region, producers)
     over = producers[within]
@@ -113,7 +124,12 @@ def _record_write(region: Region, producers: list[ProducedBytes], maker: int | N
 
 
 def build_reader_table(program: Program, operand: Callable[[Tensor], Operand]) -> ReaderTable:
-    """Build the reader table of a program; `operand` returns a tensor at its address."""
+    """Build the table that tells which instructions of a program read the result of each instruction.
+
+    Args:
+        program: The program.
+        operand: Returns the operand of a tensor: the tensor with its memory address.
+    """
 
     def bind(number: int) -> BoundInstruction:
         i = program.instructions[number]

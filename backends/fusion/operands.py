@@ -20,7 +20,7 @@ from ..base import Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes [low, high) of one buffer: all bytes, or the first `width` bytes of every `pitch` bytes."""
+    """The bytes [`low`, `high`) of one buffer: all of them, or the first `width` bytes of every `pitch` bytes."""
 
     buffer: int
     low: int
@@ -41,8 +41,8 @@ class Region:
 class Operand:
     """A tensor at its memory address.
 
-    For a leaf, `declared_spec` and `stored_spec` are the specs of the whole buffer in the graph and in memory. `kind`
-    is the kind of the buffer.
+    If the tensor is a weight, state or constant, or a view of one, there are also two specs of its whole buffer.
+    `declared_spec` is the spec in the graph, `stored_spec` the spec in memory. `kind` is the kind of the buffer.
     """
 
     address: int
@@ -70,7 +70,7 @@ class Operand:
 
     @property
     def has_packed_blocks(self) -> bool:
-        """Whether the quantised blocks have the packed layout of weights; blocks of states lie row by row."""
+        """Whether quantised blocks have the packed layout, as weights do; the blocks of states lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored_spec is not None and self.kind != "state"
 
     @property
@@ -82,9 +82,13 @@ class Operand:
         )
 
     def is_aligned_to_rows(self, row_multiple: int, row_bytes: int) -> bool:
-        """Return whether the operand is a whole buffer, or dense rows from a multiple of `row_multiple` rows on.
+        """Return whether a kernel that reads groups of `row_multiple` rows can read the operand.
 
-        `row_bytes` are the bytes of one row.
+        It can if the operand is a whole buffer, or dense rows whose first row number is a multiple of `row_multiple`.
+
+        Args:
+            row_multiple: The rows of a group.
+            row_bytes: The bytes of one row.
         """
         t = self.tensor
         rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]
@@ -110,7 +114,7 @@ class Operand:
 
     @property
     def has_uniform_row_stride(self) -> bool:
-        """Whether all rows are dense and have one constant row stride."""
+        """Whether each row is contiguous and all consecutive rows have the same distance."""
         return self._find_row_stride_bytes() is not None
 
     @property
@@ -148,7 +152,7 @@ class Operand:
 
 
 class NoKernelError(BackendError):
-    """No kernel fits an instruction; the message states the reason, which `supports` reports, too."""
+    """The error that no kernel fits an instruction. The message is the reason, which `Backend.supports` reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class BoundInstruction:
 
 
 def compute_broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
-    """Return the strides in elements of `operand` broadcast to `shape`: 0 where it is repeated."""
+    """Return the strides of `operand` after broadcasting to `shape`, in elements; 0 along each repeated axis."""
     missing = len(shape) - len(operand.shape)
     own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
     return [0] * missing + own

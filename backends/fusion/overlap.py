@@ -24,7 +24,7 @@ from .operands import Operand, Region
 def find_overlapped_instructions(
     program: Program, groups: Iterable[Sequence[int]] | None = None
 ) -> Mapping[int, tuple[int, ...]]:
-    """Return, by the position of each collective, the positions of the instructions that may run during the collective.
+    """Return for each collective, by its position, the positions of the instructions that may run at the same time.
 
     Args:
         program: The program of one device.
@@ -46,14 +46,18 @@ def find_overlapped_instructions(
 
 
 def can_be_overlapped(op: str) -> bool:
-    """Return whether other instructions may run during `op`: whether `op` is a collective of a whole device group."""
+    """Return whether other instructions may run during `op`; true if `op` is a collective of a whole device group."""
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
 def has_access_conflict(collective: AccessedRegions, other: AccessedRegions) -> bool:
-    """Return whether an instruction with the accesses `other` has to wait for a collective.
+    """Return whether an instruction must wait for a collective because of common memory.
 
-    It has to wait if it reads or writes results of the collective, or writes operands of the collective.
+    It must wait if it reads or writes results of the collective, or writes operands of the collective.
+
+    Args:
+        collective: The accesses of the collective.
+        other: The accesses of the instruction.
     """
     (read, written), (reads, writes) = collective, other
     return _has_overlap(written, [*reads, *writes]) or _has_overlap(read, writes)

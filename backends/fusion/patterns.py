@@ -59,9 +59,9 @@ def match_normed_rope(flow: Dataflow, norm: int) -> NormedRope:
 
 
 class GatedUnit(NamedTuple):
-    """The instruction numbers of a gated unit ``unit(gate, up)`` and of its one or two matrix products.
+    """The instruction numbers of a gated unit ``unit(gate, up)`` and of the matrix products that compute its operands.
 
-    One product computes both halves, or two products compute one operand each.
+    Either one product computes both operands, or two products compute one operand each.
     """
 
     products: tuple[int, ...]
@@ -69,12 +69,12 @@ class GatedUnit(NamedTuple):
 
 
 def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> GatedUnit:
-    """Match the gated unit that reads the matrix product `product`.
+    """Match the gated unit whose operands the matrix product `product` computes, alone or with a second product.
 
     Args:
         flow: The dataflow.
         product: Number of the product.
-        units: Ops of the unit. The unit must be the only reader of the products.
+        units: Allowed ops of the unit. The unit must be the only reader of the products.
     """
     unit = flow.require_readers(product)[0]
     require_supported(flow.bound_instruction(unit).op in units, "no gated unit reads it")
@@ -90,10 +90,10 @@ def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> Gat
 
 
 class ExpertRouting(NamedTuple):
-    """The instruction numbers of expert routing: choice of experts by probability, and weights of the chosen experts.
+    """The instruction numbers of MoE routing: the choice of experts by probability, and the chosen experts' weights.
 
-    A bias may be added for the choice. The expert weights are the probabilities of the chosen experts, optionally
-    divided by their clamped sum, optionally scaled.
+    A bias may be added to the probabilities for the choice. The weights are the unbiased probabilities of the chosen
+    experts. They may be divided by their clamped sum, and may be scaled.
     """
 
     gate: int
@@ -150,12 +150,18 @@ class ExpertSum(NamedTuple):
 
 
 def match_expert_sum(flow: Dataflow, product: int) -> ExpertSum:
-    """Match an expert sum that begins with instruction `product`; the order in which the sum reads is not checked."""
+    """Match an expert sum that begins with the matrix products of instruction `product`.
+
+    The order in which the sum reads the experts is not checked.
+    """
     return ExpertSum(product, flow.require_sole_reader(product, "mul_mat"))
 
 
 class ExpertSumWithShared(NamedTuple):
-    """The instruction numbers of an expert sum plus the product of a shared expert, which a sigmoid may multiply."""
+    """The instruction numbers of an expert sum plus the output of a shared expert.
+
+    A sigmoid gate may multiply the output of the shared expert.
+    """
 
     product: int
     total: int
@@ -195,14 +201,14 @@ def match_expert_sum_with_shared(flow: Dataflow, product: int) -> ExpertSumWithS
 
 
 class SavedStateUpdate(NamedTuple):
-    """The instruction numbers of the save of a state, or of some rows, and of the following update of the state."""
+    """The instruction numbers of a state update and of the preceding save of the old state, or of some of its rows."""
 
     save: int
     update: int
 
 
 def match_saved_state_update(flow: Dataflow, save: int, op: str) -> SavedStateUpdate:
-    """Match the save `save` of a state and the next write into the state, which must have the op `op`."""
+    """Match a save of a state and the next write into that state; the write must have the op `op`."""
     require_supported(save in flow.save_positions, "it saves nothing")
     writers = flow.list_state_writers(flow.bound_instruction(save).operand(0), save)
     require_supported(writers and flow.bound_instruction(writers[0]).op == op, f"the state is not changed by {op}")
@@ -225,9 +231,9 @@ class ShortConvolutionPattern(NamedTuple):
 
 
 def match_short_convolution(flow: Dataflow, join: int) -> ShortConvolutionPattern:
-    """Match a short convolution that begins with the concatenation `join`.
+    """Match a short convolution from its first instruction `join`, which concatenates old and new rows.
 
-    Other instructions may read the activation.
+    Instructions outside of the pattern may also read the activation.
     """
     readers = {flow.bound_instruction(n).op: n for n in flow.require_readers(join)}
     require_supported(

@@ -33,7 +33,10 @@ NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
 
 @dataclass(slots=True)
 class HostInstruction:
-    """The NumPy arrays of one instruction, its attributes, and its float32 scratch memory, which is taken in slices."""
+    """One instruction with the NumPy arrays of its operands and results, its attributes, and float32 scratch memory.
+
+    A kernel takes slices of the scratch memory by `take_scratch`.
+    """
 
     src: list[Array | None]
     dst: list[Array]
@@ -70,7 +73,10 @@ class HostInstruction:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The NumPy kernel of an op: `bind` returns the calls, `scratch` the float32 elements of scratch for a node."""
+    """The NumPy kernel of an op.
+
+    `bind` returns the calls that compute an instruction. `scratch` returns the float32 elements of scratch for a node.
+    """
 
     bind: Callable[[HostInstruction], Calls]
     scratch: Callable[[Node], int]
@@ -79,7 +85,7 @@ class Binding:
 def make_reference_binding(op: Op[Any]) -> Binding:
     """Make a binding that runs the reference function of an op in float32.
 
-    The binding is right for every op, but it allocates. It serves ops that take little time.
+    It is correct for every op, but allocates memory in each call. It is for ops that take little time.
     """
 
     def bind(call: HostInstruction) -> Calls:
@@ -97,7 +103,7 @@ def no_scratch(node: Node) -> int:
 
 
 def count_result_elements(node: Node) -> int:
-    """Return the number of elements of the first result of a node, as a scratch size."""
+    """Return the number of elements of a node's first result, which is the scratch size of many kernels."""
     return node.specs[0].size
 
 

@@ -58,7 +58,10 @@ def bind_all_to_all(call: HostInstruction) -> Calls:
 
 
 def compute_all_gather_indices(attrs: Attrs) -> list[Pairs]:
-    """Return pairs for an all-gather by device: (index into the result, index into the source of the device)."""
+    """Return for each device the slices that an all-gather copies from it.
+
+    A slice is a pair (index into the result, index into the source of that device).
+    """
     axis = as_integer(attrs["axis"])
     return [
         [
@@ -70,7 +73,10 @@ def compute_all_gather_indices(attrs: Attrs) -> list[Pairs]:
 
 
 def compute_reduce_scatter_indices(attrs: Attrs) -> Pairs:
-    """Return pairs for a reduce-scatter: (index into the result, index into the source of any device)."""
+    """Return the slices that a reduce-scatter sums.
+
+    A slice is a pair (index into the result, index into the source). It is the same for each source device.
+    """
     axis = as_integer(attrs["axis"])
     return [
         (_make_axis_slices({axis: (start, n)}), _make_axis_slices({axis: (offset, n)}))
@@ -79,14 +85,21 @@ def compute_reduce_scatter_indices(attrs: Attrs) -> Pairs:
 
 
 def compute_all_to_all_indices(attrs: Attrs) -> list[Pairs]:
-    """Return pairs for an all-to-all by device: (index into the own new shard, index into the old shard of device)."""
+    """Return for each device the slices that an all-to-all copies from it.
+
+    A slice is a pair (index into the new shard of this device, index into the old shard of that device).
+    """
     return [list(_list_all_to_all_pairs(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
 
 
 def _list_all_to_all_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
-    """Yield the pairs of an all-to-all for one device with the old index ranges `theirs`.
+    """Yield the slices that an all-to-all copies from one device to this device.
 
-    A pair is (index into the own new shard, index into the old shard of that device).
+    A slice is a pair (index into the new shard of this device, index into the old shard of that device).
+
+    Args:
+        attrs: The attributes of the all-to-all.
+        theirs: The index ranges of the old shard of that device, as (start, length).
     """
     old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
     for start, offset, n in _locate_index_ranges(own_index_ranges(attrs)):
@@ -104,7 +117,11 @@ def _list_all_to_all_pairs(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) ->
 
 
 def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield the index ranges of a shard as (start in the shard, start in the whole axis, length)."""
+    """Yield the position of each index range of a shard: (start in the shard, start in the whole axis, length).
+
+    Args:
+        runs: The index ranges of the whole axis that the shard has, as (start, length).
+    """
     start = 0
     for offset, n in runs:
         yield start, offset, n
@@ -112,7 +129,11 @@ def _locate_index_ranges(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[in
 
 
 def _make_axis_slices(ranges: Mapping[int, tuple[int, int]]) -> Index:
-    """Make a tuple of slices that selects (start, length) along some axes and all entries along the other axes."""
+    """Return an index that selects a range along some axes, and all entries along the other axes.
+
+    Args:
+        ranges: The (start, length) of the range, by axis.
+    """
     index = [slice(None)] * (max(ranges) + 1)
     for axis, (start, n) in ranges.items():
         index[axis] = slice(start, start + n)

@@ -27,7 +27,7 @@ NumPy asks for large pages for large arrays. With small pages weights are read 7
 
 
 class HostBackend(ABC):
-    """Base class of backends with buffers in host memory; any number of virtual devices exist."""
+    """Base class of backends with buffers in host memory. Any device index is valid: all devices are virtual."""
 
     name: str
     _chunk_tail: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
@@ -73,7 +73,7 @@ class HostBackend(ABC):
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def as_buffer(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of `data` as a buffer without a copy, or None if the backend needs another form.
+        """Return the bytes of `data` as a buffer without a copy; None if the backend needs another form or layout.
 
         `data` must be dense, aligned and equal to the stored form of a weight.
         """

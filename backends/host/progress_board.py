@@ -14,17 +14,20 @@ FIRST_MEMBER_WORD, WORDS_PER_MEMBER, RUN_NUMBER_WORD = 16, 8, 4
 
 
 def make_signal_pad(size: int) -> npt.NDArray[np.int64]:
-    """Make a zeroed signal pad for `size` devices, in memory pages of its own, which a GPU driver may pin."""
+    """Make a zeroed signal pad for `size` devices, in memory pages of its own so that a GPU driver can pin it."""
     return np.frombuffer(mmap.mmap(-1, 8 * (16 + 8 * size)), np.int64)
 
 
 def view_run_numbers(signal_pad: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return a writable view of the run number of each member; members go through the same runs at different times."""
+    """Return a writable view of the run numbers of all members.
+
+    The numbers differ while members are in different runs.
+    """
     return signal_pad[FIRST_MEMBER_WORD + RUN_NUMBER_WORD :: WORDS_PER_MEMBER]
 
 
 def equalise_run_numbers(signal_pad: npt.NDArray[np.int64]) -> None:
-    """Set the run numbers of all members to the highest run number, and clear a signal pad that reports a failure.
+    """Set the run numbers of all members to the highest one; also clear a failure that the signal pad reports.
 
     The caller ensures that no member waits.
     """

@@ -16,7 +16,7 @@ from .norms import make_softmax_calls
 
 
 def bind_causal_mask(call: HostInstruction) -> Calls:
-    """Bind the causal mask to its arrays: 0 for visible positions and -inf for later or too old positions.
+    """Bind the causal mask to its arrays: 0 for visible positions, and -inf for later or too old positions.
 
     Distances are float32, which is exact below 2^24. The only temporary is one boolean matrix.
     """
@@ -38,7 +38,7 @@ def bind_causal_mask(call: HostInstruction) -> Calls:
 
 
 def bind_attention(call: HostInstruction) -> Calls:
-    """Bind attention to its arrays, head by head.
+    """Bind attention to its arrays: compute it head by head.
 
     Sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads.
     """
@@ -78,9 +78,12 @@ def _bind_score_scaling(scores: Array, call: HostInstruction) -> Calls:
 
 
 def _select_mask_matrix(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """Select the mask matrix of one leading index and head; leading axes of the mask repeat.
+    """Select the mask matrix for one index of the leading axes and the heads; axes of the mask may be broadcast.
 
-    `leading` is the shape of the leading axes with the heads.
+    Args:
+        mask: The mask.
+        leading: The shape of the leading axes and the heads.
+        index: The index in this shape.
     """
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]

@@ -61,7 +61,7 @@ class NumpyBackend(HostBackend):
     def bind_instruction(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
     ) -> list[Callable[[], object]]:
-        """Bind one instruction to its arrays, and return the calls that compute it.
+        """Return the calls that compute one instruction on its arrays.
 
         Args:
             i: The instruction.

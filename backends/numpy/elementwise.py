@@ -18,15 +18,15 @@ from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_re
 
 
 def count_result_elements_times(factor: int, node: Node) -> int:
-    """Return `factor` times the number of elements of the first result of a node, as a scratch size."""
+    """Return `factor` times the number of elements of a node's first result, as a scratch size."""
     return factor * node.specs[0].size
 
 
 def as_tiling_broadcast_views(tile: Array, *arrays: Array) -> list[Array]:
-    """Return views of `tile` and of larger arrays that broadcast together, with `tile` repeated along each axis.
+    """Return views of `tile` and of larger arrays that broadcast together, so that `tile` is repeated as a whole.
 
-    An axis of size m and an axis of `tile` of size n become two axes, ``m // n`` and ``n``, unless n is 1 or m. All
-    `arrays` have the same shape.
+    Along an axis, `tile` has size n and the arrays have size m. If n is neither 1 nor m, the axis becomes two axes of
+    sizes ``m // n`` and ``n``. All `arrays` have the same shape.
     """
     shape: list[int] = []
     small: list[int] = []
@@ -47,7 +47,7 @@ SIGN_BIT, MAGNITUDE_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 def bind_maximum(call: HostInstruction) -> Calls:
-    """Bind the elementwise maximum with exact zeros: a result has a sign bit only if both operands have one."""
+    """Bind the elementwise maximum, where -0 is less than +0: the maximum of two zeros is -0 only if both are -0."""
     b, a, out, both = (x.view(np.int32) for x in _take_min_max_views(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
@@ -58,7 +58,7 @@ def bind_maximum(call: HostInstruction) -> Calls:
 
 
 def bind_minimum(call: HostInstruction) -> Calls:
-    """Bind the elementwise minimum with exact zeros: a result has a sign bit if either operand has one."""
+    """Bind the elementwise minimum, where -0 is less than +0: the minimum of two zeros is -0 if either is -0."""
     b, a, out, either = (x.view(np.int32) for x in _take_min_max_views(call))
     return [
         partial(np.bitwise_or, a, b, out=either),
@@ -69,9 +69,9 @@ def bind_minimum(call: HostInstruction) -> Calls:
 
 
 def _take_min_max_views(call: HostInstruction) -> list[Array]:
-    """Return the views of `b`, `a`, the result and scratch for the minimum or maximum of two operands.
+    """Return views of `b`, `a`, the result and scratch memory, for the minimum or maximum of two operands.
 
-    The views broadcast together, and `b` may repeat within `a`.
+    The views broadcast together; `b` may be smaller than `a` and is then repeated.
     """
     return as_tiling_broadcast_views(call.operand(1), call.operand(0), call.out, call.take_scratch(*call.out.shape))
 
@@ -102,7 +102,7 @@ def bind_unary(ufunc: Callable[..., Any], call: HostInstruction) -> Calls:
 def make_sigmoid_calls(x: Array, out: Array) -> Calls:
     """Make the calls for the sigmoid ``1 / (1 + exp(-x))``.
 
-    For very negative x, ``exp(-x)`` overflows to inf, and the result is the right 0.
+    For very negative x, ``exp(-x)`` overflows to inf, and the result is 0 as it should be.
     """
     return [
         partial(np.negative, x, out=out),
@@ -136,7 +136,7 @@ def bind_softplus(call: HostInstruction) -> Calls:
 
 
 def bind_relu(call: HostInstruction) -> Calls:
-    """Bind relu; the addition of zero turns -0, which `np.maximum` may return, into +0."""
+    """Bind relu to its arrays. Zero is added, because `np.maximum` may return -0, and the sum is +0."""
     zero, out = np.float32(0), call.out
     return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
@@ -171,9 +171,10 @@ ERFC_COEFFICIENTS = (
 
 
 def make_gelu_erf_calls(call: HostInstruction, out: Array) -> Calls:
-    """Make the calls for exact GELU: ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
+    """Make the calls for the exact GELU, which uses the error function instead of the tanh approximation.
 
-    `out` is written last. The calls take scratch of three times the size of the result.
+    The result is ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``. `out` is written last. The
+    calls take scratch of three times the size of the result.
     """
     x = call.operand(0)
     size, t, tail = (call.take_scratch(*call.out.shape) for _ in range(3))
@@ -217,7 +218,7 @@ def bind_geglu_erf(call: HostInstruction) -> Calls:
 def bind_clamped_swiglu(shift: float, call: HostInstruction) -> Calls:
     """Bind SwiGLU with clamped operands: ``g / (1 + exp(-alpha g)) * (clip(up) + shift)``.
 
-    `g` is the gate, clamped from above.
+    `g` is the gate, limited only from above. `up` is limited from both sides.
     """
     gate, up = call.operand(0), call.operand(1)
     limit = np.float32(call.number_attribute("limit"))

@@ -30,7 +30,7 @@ def bind_ssm_conv(call: HostInstruction) -> Calls:
 
 
 def bind_gated_delta_net(call: HostInstruction) -> Calls:
-    """Bind the gated delta rule to its arrays, token by token.
+    """Bind the gated delta rule to its arrays, and compute it token by token.
 
     Each token needs a few array operations on the whole state [..., heads, value, key].
     """
@@ -56,7 +56,10 @@ def bind_gated_delta_net(call: HostInstruction) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _TokenBuffers:
-    """The running state and the temporaries of one token; all except `decay` have a head axis split by key head."""
+    """The running state and the temporary arrays for the computation of one token.
+
+    All except `decay` have a head axis that is split by key head, as in `_split_head_axis`.
+    """
 
     running_state: Array
     decay: Array
@@ -89,8 +92,8 @@ def _bind_delta_token(call: HostInstruction, t: int, tiled: bool, step: _TokenBu
 class _StateSnapshots:
     """The running state of a recurrence: its memory, its initial contents and its snapshots.
 
-    Without a pool of states the running state lies in the result, so no copy is needed. With a pool the running state
-    lies in scratch, because one sequence may read a row that another sequence writes.
+    Without a pool of states, the running state is in the result, so no copy is needed. With a pool it is in scratch
+    memory, because one sequence may read a row that another sequence writes.
     """
 
     def __init__(self, call: HostInstruction, tokens: int) -> None:
@@ -120,7 +123,7 @@ class _StateSnapshots:
         return [*calls, *(self._bind_save(0) if not self.tokens else ())]
 
     def bind_snapshot_calls(self, t: int) -> Calls:
-        """Return the calls that save a snapshot of the running state after token `t`.
+        """Return the calls that save the running state after token `t` as a snapshot.
 
         The list is empty for a token without snapshot.
         """
@@ -136,17 +139,21 @@ class _StateSnapshots:
 
 
 def _gather_states(pool: Array, slots: Array, out: Array) -> None:
-    """Gather the states of `slots` from the pool into `out`.
+    """Copy the states with the numbers `slots` from the pool to `out`.
 
-    ``take`` writes into `out` without a temporary only in mode "clip".
+    The mode "clip" is for speed: in other modes, ``take`` needs a temporary array.
     """
     np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
 def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
-    """Return a view of `x` with the head axis split by key head: [r, h] if tiled, [h, r] if interleaved.
+    """Return a view of `x` whose axis of value heads is split into two axes: key heads (h), and value heads of one (r).
 
-    `trailing` is the number of axes after the head axis.
+    Args:
+        x: The array.
+        key_heads: The number of key heads.
+        tiled: The order of the new axes: [r, h] if value heads repeat all key heads, else [h, r].
+        trailing: The number of axes after the head axis.
     """
     axis = x.ndim - trailing - 1
     repeat = x.shape[axis] // key_heads if key_heads else 1
@@ -155,14 +162,14 @@ def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Ar
 
 
 def _expand_key_heads(x: Array, tiled: bool) -> Array:
-    """Return keys [..., h, d] with an axis of size 1 that broadcasts over the value heads of each key head."""
+    """Return keys [..., h, d] with a new axis of size 1, which broadcasts to the value heads of each key head."""
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
 def make_float64_reference_binding(op: Op[Any]) -> Binding:
-    """Make a binding that runs the reference function of an op in float64, for recurrences with sums that may cancel.
+    """Make a binding that runs the reference function of an op in float64, for recurrences whose terms may cancel.
 
-    The binding allocates, so it serves ops that take little time.
+    The binding allocates memory in each call, so it is for ops that take little time.
     """
 
     def bind(call: HostInstruction) -> Calls:

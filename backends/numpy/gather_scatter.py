@@ -15,9 +15,9 @@ from .elementwise import as_tiling_broadcast_views
 
 
 def bind_get_rows(call: HostInstruction) -> Calls:
-    """Bind the gather of table rows by ids, after a check of the ids.
+    """Bind the gather of table rows by ids: check the ids, then copy the rows.
 
-    The check comes first, because ``take`` writes without a temporary only in mode "clip".
+    The check is separate, because ``take`` writes without a temporary only in mode "clip", which accepts wrong ids.
     """
     table, ids, out = call.operand(0), call.operand(1), call.out
     calls: Calls = [partial(_check_ids, ids, table.shape[-2])]

@@ -28,7 +28,7 @@ BUILTIN_KERNELS: Mapping[str, Binding] = merge_disjoint_tables(
 
 @cache
 def find_binding(op: str) -> Binding:
-    """Return the binding of an op: a kernel of this package, a kernel from the package of the op, or its reference."""
+    """Return the NumPy kernel of an op: from this package, from the package of the op, or else its reference."""
     return BUILTIN_KERNELS.get(op) or find_op_package_binding(op, "numpy") or make_reference_binding(REGISTRY[op])
 
 

@@ -22,7 +22,7 @@ EXPERT_BLOCK_ROWS = 256
 
 
 def bind_mul_mat(call: HostInstruction) -> Calls:
-    """Bind the matrix product ``x @ w.T``; each leading entry of `w` serves a run of adjacent entries of `x`.
+    """Bind the matrix product ``x @ w.T`` to its arrays. Several adjacent matrices of `x` may share a matrix of `w`.
 
     Terms are summed in float64 and rounded once, so results hardly depend on the distribution of the terms over
     devices.
@@ -48,9 +48,9 @@ def multiply_in_float64(x: Array, w: Array, out: Array) -> None:
 
 
 def bind_mul_mat_id(call: HostInstruction) -> Calls:
-    """Bind the matrix products of tokens with their experts; the result is 0 if the expert is on another device.
+    """Bind the matrix products of tokens with their experts; the result is 0 for an expert on another device.
 
-    The rows of each used expert are gathered, multiplied at once and scattered.
+    For each used expert, the rows of its tokens are gathered, multiplied at once, and scattered to the result.
     """
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
@@ -71,9 +71,9 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
 
 
 def _flatten_to_matrix(x: Array) -> tuple[Array, Calls]:
-    """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
+    """Return `x` as a matrix whose rows are its last axis, and the calls that must run before each use.
 
-    There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.
+    There are no calls if the matrix is a view. Otherwise it is a copy, which the calls update.
     """
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []

@@ -67,9 +67,9 @@ def bind_l2_norm(call: HostInstruction) -> Calls:
 
 
 def make_softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
-    """Make the calls for an in-place softmax over the last axis.
+    """Make the calls for an in-place softmax over the last axis; a row of only -inf becomes zeros.
 
-    A row of -inf gives zeros: its maximum is replaced by the lowest finite number.
+    For such a row, the lowest finite number replaces the maximum.
 
     Args:
         scores: The scores, which become the result.
@@ -112,7 +112,7 @@ def bind_softmax(call: HostInstruction) -> Calls:
 
 
 def split_heads_by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
-    """Split ``scores[..., heads, t, s]`` into views that have one ALiBi slope each, with their slopes."""
+    """Split ``scores[..., heads, t, s]`` by ALiBi slope: return (view of the heads with a slope, slope) pairs."""
     if (slopes == slopes[:1]).all():
         return [(scores, slopes[0])] if len(slopes) else []
     return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]

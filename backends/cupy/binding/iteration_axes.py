@@ -18,9 +18,10 @@ MAX_ITERATION_AXES = 10
 
 @dataclass(frozen=True, slots=True)
 class IterationAxes:
-    """The merged axes over which a kernel iterates, outermost first, with the strides of each operand.
+    """The axes over which a kernel iterates, outermost first, after adjacent axes were merged where strides allow it.
 
-    ``operand_strides[k]`` are the strides of operand `k` in elements; a stride is 0 along an axis that repeats it.
+    ``sizes`` are the sizes of the axes. ``operand_strides[k]`` are the strides of operand `k`, in elements. A stride of
+    0 means that the operand is repeated along the axis.
     """
 
     sizes: tuple[int, ...]
@@ -39,7 +40,7 @@ class IterationAxes:
         return [len(self.sizes), *_pad_fields(self.sizes, 1)]
 
     def make_operand_stride_fields(self, k: int, operand: Operand) -> list[LaunchWord]:
-        """Return the fields of the C struct `Walk` for operand `k`: its address and its strides, padded with 0."""
+        """Return the fields of the C struct `Walk` for operand `k`: its address, then its strides, padded with 0."""
         return [operand, *_pad_fields(self.operand_strides[k], 0)]
 
 
@@ -50,7 +51,7 @@ def _pad_fields(values: Sequence[int], rest: int) -> list[LaunchWord]:
 def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> IterationAxes:
     """Build the merged iteration axes of `shape` for operands that are broadcast or tiled to `shape`.
 
-    Along a tiled axis, the operand's index is the index of `shape` modulo the operand's size.
+    Along a tiled axis, the operand is repeated as a whole: index i of `shape` reads index i modulo the operand's size.
 
     Raises:
         NoKernelError: Two operands are tiled with different sizes along one axis.
@@ -73,7 +74,7 @@ def build_iteration_axes(shape: Sequence[int], operands: Sequence[Operand]) -> I
 
 
 def _find_size_and_stride_from_end(operand: Operand, axis: int) -> tuple[int, int]:
-    """Return the size and the stride of an operand's axis, where `axis` counts from the end: 0 is the last axis."""
+    """Return the size and the stride of one axis of an operand; `axis` 0 is the last axis, 1 the axis before it."""
     if axis >= len(operand.shape):
         return 1, 0
     return operand.shape[-1 - axis], operand.strides[-1 - axis]
@@ -93,21 +94,25 @@ def _merge_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def as_row_starts(x: Operand) -> Operand:
-    """Return a view of the row starts of `x`: the first element of each row, with all axes except the last."""
+    """Return a view of the first element of each row of `x`; its axes are all axes of `x` except the last."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
 def as_repeated_row_starts(x: Operand) -> Operand:
-    """Return a view of the row starts of `x` with a last axis of size 1 and stride 0, which repeats each start."""
+    """Return a view of the first element of each row of `x`, with a last axis of stride 0 that repeats this element.
+
+    The last axis has size 1. The other axes are those of `x`, without its last axis.
+    """
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
 def split_tiled_axes(
     shape: Sequence[int], operands: Sequence[Operand], tiled: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
-    """Split the axes of `shape` along which a tiled operand is smaller than `shape` by an integer factor.
+    """Split each axis along which one operand is tiled into two axes, so that tiling becomes broadcasting with strides.
 
-    Such an axis becomes two axes. The tiled operand advances along the outer axis and is repeated along the inner axis.
+    An axis is tiled if it is larger in `shape` than in the operand, by an integer factor. The operand advances along
+    the new outer axis and is repeated along the new inner axis.
 
     Args:
         shape: Shape of the iteration.

@@ -101,7 +101,7 @@ class LaunchBuilder:
         self.items.append(Launch(kernel, shape, _as_dim3(block), shared_bytes, packed, spans, self.number, cluster))
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
-        """Pack launch words into 64-bit integers; also return the byte range of each word that is an address."""
+        """Pack launch words into 64-bit integers; also return the byte range behind each word that is an address."""
         packed, spans = [], []
         for i, word in enumerate(words):
             if isinstance(word, Operand):
@@ -126,7 +126,7 @@ class LaunchBuilder:
         return _make_dense_operand(self.upload_array(data), data.shape, dtype, 0)
 
     def add_fault_message(self, text: str) -> list[LaunchWord]:
-        """Add a fault message of the current instruction and return the fields of the kernel's `Fault` struct.
+        """Add a message for a fault of the current instruction, and return the fields of the kernel's `Fault` struct.
 
         A kernel reports a fault if its data contain an illegal number, such as a row index out of range.
 
@@ -138,7 +138,7 @@ class LaunchBuilder:
 
 
 class DryRunBuilder(LaunchBuilder):
-    """A launch builder that packs no argument words into its launches, for callers that only list kernels."""
+    """A launch builder for callers that only list kernels: it leaves out the argument words of the launches."""
 
     def _pack_words(self, words: Sequence[LaunchWord]) -> tuple[tuple[int, ...], tuple[AddressSpan, ...]]:
         return (), ()
@@ -162,7 +162,7 @@ def _make_dense_operand(address: int, shape: Sequence[int], dtype: DType, offset
 
 
 def compute_address_span(operand: Operand, word_index: int) -> AddressSpan:
-    """Compute the range of addresses that a kernel may access through an operand.
+    """Return the range of addresses that a kernel may access through an operand.
 
     The range covers all elements that the strides reach. For a quantised operand it is the whole buffer.
 
@@ -181,10 +181,10 @@ def count_blocks(count: int, size: int) -> int:
 
 
 def compute_row_stride(x: Operand) -> int:
-    """Compute the stride between consecutive rows of a float32 operand, in elements.
+    """Return the constant stride between consecutive rows of a float32 operand, in elements.
 
     Raises:
-        NoKernelError: The operand has another dtype, or the stride between rows is not uniform.
+        NoKernelError: The operand has another dtype, or the stride between rows is not constant.
     """
     is_empty = 0 in x.shape
     require_supported(x.is_float and (x.has_uniform_row_stride or is_empty), "rows do not lie evenly")

@@ -35,10 +35,11 @@ NIBBLE_MASK = np.uint8(15)
 
 @dataclass(frozen=True, slots=True)
 class PlaneLayout:
-    """The planes of a quantised dtype, as functions that build one plane each from quantised blocks.
+    """The packed layout of a quantised dtype: for each plane a function that builds the plane from quantised blocks.
 
-    The argument is an array of `n` blocks, which are records of `BLOCK_LAYOUTS`. The result is a plane, uint8
-    [n, parts, bytes]. A super-block of 256 columns has several parts.
+    A plane has one kind of data of all blocks, such as the codes or their high bits. A function takes an array of `n`
+    blocks, which are records of `BLOCK_LAYOUTS`. It returns uint8 [n, parts, bytes]. A super-block of 256 columns has
+    several parts.
     """
 
     planes: tuple[Callable[[BlockArray], U8], ...]
@@ -48,9 +49,9 @@ class PlaneLayout:
 
 
 def _copy_code_bytes(blocks: BlockArray) -> U8:
-    """Return the bytes of field `qs` unchanged, in parts of 16 bytes.
+    """Return the codes of blocks unchanged: the bytes of field `qs`, in parts of 16 bytes.
 
-    With nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
+    If the codes are nibbles, a part has 32 columns: the low nibbles are the first 16 columns.
     """
     return np.ascontiguousarray(blocks["qs"]).view(np.uint8).reshape(len(blocks), -1, 16)
 
@@ -60,9 +61,10 @@ def _flip_nibble_signs(blocks: BlockArray) -> U8:
 
 
 def _regroup_nibbles_into_32_columns(blocks: BlockArray) -> U8:
-    """Regroup nibbles from 16 columns in 8 bytes to 32 columns in 16 bytes, the layout of `_copy_code_bytes`.
+    """Change the grouping of nibbles: from 16 columns in 8 bytes to 32 columns in 16 bytes.
 
-    In both layouts the low nibbles are the first half of the columns.
+    In both groupings the low nibbles are the first half of the columns. The result has the layout of
+    `_copy_code_bytes`.
     """
     q = np.ascontiguousarray(blocks["qs"]).reshape(len(blocks), -1, 2, 8)  # block of 32, half, byte
     out = np.empty((*q.shape[:2], 2, 8), np.uint8)
@@ -72,9 +74,9 @@ def _regroup_nibbles_into_32_columns(blocks: BlockArray) -> U8:
 
 
 def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: BlockArray) -> U8:
-    """Group the nibbles of each 32-bit word for code book lookups: first the four low nibbles, then the four high ones.
+    """Reorder the nibbles of each 32-bit word: the low nibbles of its four bytes first, then the four high nibbles.
 
-    A kernel then looks up the values of four adjacent nibbles at once.
+    A kernel can then look up the code book values of four adjacent nibbles at once.
 
     Args:
         nibbles: Returns the nibbles of blocks, in the layout of `_copy_code_bytes`.
@@ -91,11 +93,12 @@ def _group_nibbles_for_codebook(nibbles: Callable[[BlockArray], U8], blocks: Blo
 
 
 def _make_nibble_plane(field: str, width: int) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane of nibbles in blocks of 32 columns, the layout of `_copy_code_bytes`.
+    """Return a function that makes a plane of nibbles, 16 bytes for each 32 columns as in `_copy_code_bytes`.
 
     Args:
-        field: The field with the nibbles: ``2 * width`` columns in `width` bytes, low nibbles first.
-        width: Bytes of a group of columns, a multiple of 32.
+        field: The field with the nibbles. A group of ``2 * width`` columns has `width` bytes: the low nibbles are the
+            first `width` columns, the high nibbles the others.
+        width: Bytes of a group, a multiple of 32.
     """
 
     def plane(blocks: BlockArray) -> U8:
@@ -112,8 +115,8 @@ def _make_two_bit_plane(field: str, flip: int) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of 2-bit codes, with 8 bytes for each 32 columns.
 
     Args:
-        field: The field with the codes: 128 columns in 32 bytes. They are reordered by 4 x 4 bit transposes.
-        flip: Mask that each byte is XORed with.
+        field: The field with the codes: 32 bytes for each 128 columns. 4 x 4 bit transposes reorder the codes.
+        flip: Mask that is XORed with each byte.
     """
 
     def plane(blocks: BlockArray) -> U8:
@@ -130,7 +133,7 @@ def _make_two_bit_plane(field: str, flip: int) -> Callable[[BlockArray], U8]:
 
 
 def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
-    """Swap the bits of each number that `mask` selects with the bits that are `by` positions higher."""
+    """Swap each bit that `mask` selects with the bit that is `by` positions higher, in each number of `x`."""
     t = (x ^ x >> x.dtype.type(by)) & x.dtype.type(mask)
     return x ^ t ^ t << x.dtype.type(by)
 
@@ -139,9 +142,10 @@ def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
 
 
 def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane of the fifth bits of blocks of 32 columns, where bit i belongs to column i.
+    """Return a function that makes a plane of the fifth bits of 5-bit codes, for blocks of 32 columns.
 
-    In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of byte c.
+    In the field, bit i belongs to column i. In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of
+    byte c.
 
     Args:
         flip: Whether all bits are inverted.
@@ -160,9 +164,10 @@ def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
 
 
 def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane of the high bits of super-blocks of 256 columns, with 4 bytes a block.
+    """Return a function that makes a plane of the high bits of codes, for super-blocks of 256 columns.
 
-    In field `qh`, bit j of each of the 32 bytes belongs to block j. The bits are reordered by 8 x 8 transposes.
+    The plane has 4 bytes for each block of 32 columns. In field `qh`, bit j of each of the 32 bytes belongs to block j.
+    8 x 8 bit transposes reorder the bits.
 
     Args:
         flip: Whether all bits are inverted.
@@ -184,7 +189,7 @@ def _make_high_bit_plane_of_256(flip: bool) -> Callable[[BlockArray], U8]:
 
 
 def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane from the unchanged bytes of adjacent fields of a block."""
+    """Return a function that copies adjacent fields of a block into a plane, without changes."""
 
     def plane(blocks: BlockArray) -> U8:
         fields = blocks.dtype.fields
@@ -197,12 +202,12 @@ def _make_field_plane(*names: str) -> Callable[[BlockArray], U8]:
 
 
 def _make_byte_pair_plane(field: str) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane from the unchanged byte pairs of a field: two bytes for each 32 columns."""
+    """Return a function that copies a field with two bytes for each 32 columns into a plane, without changes."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 
 def _make_byte_range_plane(field: str, start: int, end: int) -> Callable[[BlockArray], U8]:
-    """Return a function that makes a plane from the unchanged bytes `start` to `end` of a field."""
+    """Return a function that copies the bytes `start` to `end` (exclusive) of a field into a plane, without changes."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
@@ -255,13 +260,13 @@ PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
 
 
 def pad_packed_spec_rows(spec: Spec) -> Spec:
-    """Pad the rows of a packed weight's spec to complete units of 32 rows."""
+    """Return the spec of a packed weight with its row count rounded up to a multiple of 32, the rows of a unit."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // UNIT_ROWS) * UNIT_ROWS, columns), spec.dtype)
 
 
 def pack_weight(data: U8, spec: Spec) -> U8:
-    """Pack a quantised weight: reorder the bytes of a file into units and planes for the CUDA kernels.
+    """Pack a quantised weight for the CUDA kernels: reorder the bytes of the file into units of 32 rows and planes.
 
     Args:
         data: The bytes of the file.

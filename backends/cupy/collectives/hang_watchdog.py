@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class DeviceLostError(BackendError):
-    """The error that another device did not arrive at the collective with number `sequence`."""
+    """The error that another device did not arrive at a collective; `sequence` is the number of the collective."""
 
     def __init__(self, sequence: int, why: str) -> None:
         super().__init__(why)
@@ -38,9 +38,9 @@ class DeviceLostError(BackendError):
 
 
 class LibraryMembership:
-    """The membership of one device in a library group: the group's identity and the device's communicator.
+    """The membership of one device in a collective library's group: the group's identifier and a communicator.
 
-    All programs of the device share it. A lost communicator stays lost.
+    All programs of the device share the membership. If its communicator is lost, it stays lost.
     """
 
     def __init__(self, identity: Words, ring: Communicator) -> None:
@@ -54,10 +54,9 @@ class LibraryMemberships:
         self._by_group: dict[tuple[str, ...], LibraryMembership] = {}
 
     def find_or_join(self, comm: Comm, library: CollectiveLibrary, device: Device) -> LibraryMembership:
-        """Find the membership of a device in a group, or join a new library group.
+        """Return the membership of a device in a collective library's group; join a new group if necessary.
 
-        The group is joined anew if any device has no membership or has lost it. All devices of the group call this
-        method.
+        A new group is joined if any device has no membership or has lost it. All devices of the group call this method.
 
         Raises:
             BackendError: The join failed, or did not end within the timeout.
@@ -77,18 +76,18 @@ class LibraryMemberships:
 
 
 class HangWatchdog:
-    """Waits for the stream of a device, but raises an error if another device does not arrive within the timeout."""
+    """A watchdog that waits for a device's stream; it raises an error if another device does not arrive in time."""
 
     def __init__(self, comm: Comm, driver: Driver, device: Device, membership: LibraryMembership) -> None:
         self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
 
     def require_live_group(self) -> None:
-        """Require that the group is live: raise `BackendError` if its communicator was lost in an earlier run."""
+        """Raise `BackendError` if the communicator of the device group was lost in an earlier run."""
         if self.membership.is_lost:
             raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
 
     def wait_for_stream(self) -> None:
-        """Wait until the device's stream has ended all launches, or a collective hangs.
+        """Wait until the device's stream has ended all launches; raise an error if a collective hangs.
 
         Raises:
             DeviceLostError: Another device did not arrive at a collective.
@@ -123,17 +122,20 @@ class HangWatchdog:
         return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
 
     def _read_progress_mark(self, rank: int) -> ProgressMark | None:
-        """Read the last progress mark of a device in the current run; return `None` before its first collective."""
+        """Return the last progress mark of a device in this run: the collective that it has reached or ended.
+
+        Returns `None` before the first collective of the run.
+        """
         board = self.comm.signal_pad
         assert board is not None
         mark = read_progress_mark(board, rank)
         return mark if mark is not None and mark.run == view_run_numbers(board)[rank] else None
 
     def _explain_hang(self, mine: ProgressMark, wait_seconds: float) -> str | None:
-        """Explain why the collective at progress mark `mine` cannot end; return `None` as long as it may still end.
+        """Return the reason why a collective can never end, or `None` as long as it may still end.
 
         Args:
-            mine: The last progress mark of this device.
+            mine: The last progress mark of this device, which is at the collective.
             wait_seconds: Seconds since that mark.
         """
         if self._has_failed:
@@ -150,9 +152,10 @@ class HangWatchdog:
         return f"{who} within {self.comm.timeout:g} s"
 
     def _abort_collectives(self) -> None:
-        """Abort all waiting collectives in the device's stream, without results, and wait until the stream is idle.
+        """Abort all collectives that wait in the device's stream, and wait until the stream is idle.
 
-        The abort runs in a daemon thread. That thread ends only when no recorded launches use the library any more.
+        The aborted collectives give no results. A daemon thread does the abort. It ends only after all recordings that
+        use the library are deleted.
         """
         self.membership.is_lost = True
         threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()
@@ -164,7 +167,9 @@ class HangWatchdog:
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T], label: str) -> T:
-    """Call a function in another thread; return its result or raise its exception, or raise after a timeout.
+    """Call a function in another thread and return its result; raise an error if it takes too long.
+
+    An exception of the function is raised here.
 
     Args:
         seconds: Timeout.

@@ -51,7 +51,7 @@ TransferPairFinder = Callable[[Attrs, int, int], Pairs]
 def bind_library_collective(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, ring: Communicator
 ) -> None:
-    """Bind a collective to a library such as NCCL, and add its exchange and its copies to the launches.
+    """Add a collective to the launches, as an exchange of a library such as NCCL with the copies that it needs.
 
     Raises:
         NoKernelError: The library cannot run the collective. Either all devices of the group raise it, or none.
@@ -66,7 +66,10 @@ def _add_exchange(
     ring: Communicator,
     transfers: Iterable[LibraryTransfer],
 ) -> None:
-    """Add a library exchange to the launches, between two progress marks of this device; omit empty transfers."""
+    """Add a library exchange to the launches, with a progress mark of this device before and after it.
+
+    Empty transfers are left out.
+    """
     if filled := tuple(t for t in transfers if t.count):
         launch_progress_mark(launches, call, group, has_results=0)
         launches.items.append(LibraryExchange(ring, filled, launches.number))
@@ -74,11 +77,11 @@ def _add_exchange(
 
 
 def _make_byte_transfer(op: str, x: Operand, other: int) -> LibraryTransfer:
-    """Make the library transfer of all bytes of a dense operand to or from device `other`.
+    """Make a library transfer that sends all bytes of an operand to another device, or receives them from there.
 
     Args:
         op: ``send`` or ``receive``.
-        x: The operand.
+        x: The dense operand.
         other: Rank of the other device.
     """
     return LibraryTransfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
@@ -110,7 +113,7 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
 
 
 def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
-    """Return the binder of a collective as an exchange of slices between all pairs of devices.
+    """Return the binder of a collective in which each pair of devices exchanges slices through the library.
 
     Args:
         find_pairs: Returns the slices that a receiver needs from a sender.
@@ -153,7 +156,10 @@ def _make_slice_exchange_binder(find_pairs: TransferPairFinder, *, is_sum: bool 
 
 
 def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
-    """Pack the slices for each receiving device into one dense message; equal messages are packed once."""
+    """Pack the slices for each receiving device into one dense message; return the messages by device.
+
+    Devices that receive equal slices share one message.
+    """
     by_index: dict[str, Operand] = {}
     messages = {}
     for device, slices in indices.items():
@@ -164,7 +170,7 @@ def _pack_messages(launches: LaunchBuilder, x: Operand, indices: Mapping[int, Se
 
 
 def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
-    """Return one dense operand with all parts in order. A single dense part is returned without a copy."""
+    """Return one dense operand with all parts in order; a single dense part is returned as it is, without a copy."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
     whole = launches.allocate_scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
@@ -176,10 +182,19 @@ def _pack_slices(launches: LaunchBuilder, parts: Sequence[Operand]) -> Operand:
 def _choose_receive_buffer(
     launches: LaunchBuilder, out: Operand, pairs: Pairs, is_sum: bool
 ) -> tuple[Operand, list[Operand]]:
-    """Choose the dense buffer of an incoming message; return the buffer and its parts, one for each slice.
+    """Choose the memory that receives a message from another device.
 
-    The buffer is the slice of the result itself if there is only one slice, which is dense and not summed. Otherwise
-    the buffer is scratch memory.
+    A message that is one dense slice of the result, and is not summed, goes directly into the result. Other messages go
+    into scratch memory.
+
+    Args:
+        launches: Allocates the scratch memory.
+        out: The result.
+        pairs: Pairs (index into the result, index into the sender's operand), one for each slice of the message.
+        is_sum: Whether the received slices are summed.
+
+    Returns:
+        The dense buffer, and its parts, one for each slice.
     """
     targets = [slice_operand(out, into) for into, _ in pairs]
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
@@ -189,7 +204,7 @@ def _choose_receive_buffer(
 
 
 def _split_with_shapes_of(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
-    """Split a dense operand into consecutive dense parts that have the shapes of the operands `like`."""
+    """Split a dense operand into consecutive dense parts; part i has the shape of ``like[i]``."""
     parts, start = [], 0
     for x in like:
         dense = Tensor(-1, start, x.shape, contiguous_strides(x.shape), whole.dtype)
@@ -219,15 +234,15 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
 
 
 def _has_copy_kernel(sent: Operand) -> bool:
-    """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
+    """Return whether a kernel can copy the operand `sent`, which depends on its dtype and size.
 
-    Sender and receiver both test the sent operand, so their results are equal.
+    Sender and receiver test the same operand, so they get the same answer.
     """
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 
 
 def _find_reduce_scatter_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
-    """Find the slices that `receiver` sums in a `reduce_scatter`, which are equal for all senders."""
+    """Return the slices that `receiver` sums in a `reduce_scatter`; they are the same for each sender."""
     assert sender < len(as_index_ranges(attrs["runs"]))
     return compute_reduce_scatter_indices({**attrs, "rank": receiver})
 

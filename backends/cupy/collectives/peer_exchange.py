@@ -30,12 +30,12 @@ EMPTY_WORD = -1
 def exchange_peer_addresses(
     comm: Comm, me: PeerAddresses, signal_pad: int, min_narrow_elements: int | None
 ) -> PeerGroup:
-    """Exchange the device addresses of signals, buffers and collective operands with all devices of the group.
+    """Tell all devices of the group the addresses of this device, and return the group with the addresses of all.
 
     Args:
         comm: Communicator of this device.
         me: Addresses of this device.
-        signal_pad: Address of the group's signal pad.
+        signal_pad: Address of the group's signal pad, the host memory for signals between devices.
         min_narrow_elements: Minimum element count of sums that are transferred in 16 bits; `None` for no such sums.
 
     Returns:
@@ -58,9 +58,9 @@ def wait_until_group_ready(comm: Comm) -> None:
 
 
 def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
-    """Gather the 64-bit words of all devices of a group: an array [devices, *shape of `mine`].
+    """Gather the arrays `mine` of all devices of a group into one array of 64-bit words [devices, *shape of `mine`].
 
-    All devices pass the same shape and the same negative `sequence` number.
+    All devices pass arrays of the same shape. They also pass the same `sequence` number, which is negative.
 
     Raises:
         BackendError: A device failed or did not arrive.
@@ -71,7 +71,7 @@ def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
 
 
 def _encode_peer_addresses(me: PeerAddresses) -> Words:
-    """Encode the addresses of a device as a table of 64-bit words.
+    """Encode the addresses of a device as a table of 64-bit words, which `_decode_peer_addresses` reads.
 
     The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the sequence
     number of a collective, its source operand and its target operand.
@@ -92,7 +92,7 @@ def _encode_operand(x: Operand) -> list[int]:
 
 
 def _decode_peer_addresses(table: Words) -> PeerAddresses:
-    """Decode the addresses of a device from its table of words."""
+    """Decode the addresses of a device from the table that `_encode_peer_addresses` made."""
     first, *rows = table.tolist()
     offers = {
         r[0]: CollectiveOperands(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
@@ -104,7 +104,7 @@ def _decode_peer_addresses(table: Words) -> PeerAddresses:
 
 
 def _decode_operand(words: Sequence[int]) -> Operand:
-    """Decode an operand from its words. The operand belongs to no buffer of this device."""
+    """Decode an operand of another device from its words; it belongs to no buffer of this device."""
     address, dtype, rank, *rest = words
     shape, strides = tuple(rest[:rank]), tuple(rest[MAX_AXES : MAX_AXES + rank])
     return Operand(address, Tensor(-1, 0, shape, strides, CODED_DTYPES[dtype]))

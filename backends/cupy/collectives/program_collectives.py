@@ -29,7 +29,10 @@ from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
 
 
 class ProgramCollectives:
-    """The collectives of one program with the other devices of its group: addresses, communicator and staging memory.
+    """The collectives of one program with the other devices of its group.
+
+    The object has the addresses of all devices, the library's communicator, and the staging memory of library
+    exchanges.
 
     Args:
         comm: Communicator of the device.
@@ -57,7 +60,7 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare_exchange(self) -> None:
-        """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
+        """Do what must precede the exchange of addresses: allocate signals, and compile the kernels of collectives.
 
         No device then waits for a compiler during the exchange.
         """
@@ -104,12 +107,12 @@ class ProgramCollectives:
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_inbox(self, calls: Sequence[BoundInstruction]) -> int:
-        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 without such sums."""
+        """Allocate the inbox, to which other devices push partial sums; return its address, or 0 if none is needed."""
         is_needed = any(collective.uses_pushed_all_reduce(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX_BYTES, np.int8))) if is_needed else 0
 
     def increment_run_number(self) -> None:
-        """Increment the run number of this device on the group's signal pad."""
+        """Increment the number of runs that this device has begun, on the group's signal pad."""
         if self.transport.has_device_collectives:
             assert self.comm.signal_pad is not None
             view_run_numbers(self.comm.signal_pad)[self.comm.rank] += 1
@@ -124,7 +127,7 @@ class ProgramCollectives:
             )
 
     def add_collective(self, launches: LaunchBuilder, call: BoundInstruction) -> bool:
-        """Add a collective to the launches, as a library exchange or as kernels over peer memory.
+        """Add a collective to the launches, as a library exchange or as kernels over peer memory, if one is possible.
 
         Returns:
             Whether the collective was added. If not, it runs through host memory. All devices get the same result.
@@ -148,14 +151,14 @@ class ProgramCollectives:
         return True
 
     def _can_cross_groups(self, call: BoundInstruction) -> bool:
-        """Return whether a message can cross device groups. Such a message goes through host memory."""
+        """Return whether `call` is a message that may leave the device group; it then goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_exchange_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
+        """Bind a library exchange whose scratch is the staging memory of the program.
 
-        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
-        Exchanges can share the memory because they run one after the other.
+        All exchanges share this memory, because they run one after the other. The first call of `bind` uses address 0
+        and measures the staging bytes. The second call uses the real address.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),
@@ -173,7 +176,7 @@ class ProgramCollectives:
         bind()
 
     def require_live_group(self) -> None:
-        """Require that the group is live: raise `BackendError` if it was lost in an earlier run."""
+        """Raise `BackendError` if the group was lost in an earlier run."""
         if self._watchdog is not None:
             self._watchdog.require_live_group()
 
@@ -190,15 +193,15 @@ class ProgramCollectives:
 
     @property
     def can_hang(self) -> bool:
-        """Whether the program can hang: it has library exchanges, which wait for other devices without a timeout.
+        """Whether the program has library exchanges, which wait for other devices without a timeout.
 
-        A program without exchanges needs no polling of its stream.
+        The stream of any other program needs no polling.
         """
         return self._watchdog is not None and bool(self._exchange_count)
 
 
 def _compute_max_operand_bytes(call: BoundInstruction, group: collective.PeerGroup) -> int:
-    """Compute the bytes of the largest operand of a collective on any device. All devices get the same number."""
+    """Return the bytes of the largest operand that any device has in a collective, which is equal on all devices."""
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])

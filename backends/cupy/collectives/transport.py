@@ -19,7 +19,7 @@ It is an estimate without a measurement."""
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The transport of a device group's collectives: peer memory, a library, or host memory.
+    """The way in which the collectives of a device group move data: by peer memory, a library, or host memory.
 
     Attributes:
         has_peer_access: Kernels of each device can read and write the memory of all others.
@@ -37,7 +37,10 @@ class Transport:
         return self.has_peer_access or self.library is not None
 
     def uses_library(self, nbytes: int) -> bool:
-        """Return whether a collective over `nbytes` bytes uses the library."""
+        """Return whether a collective over `nbytes` bytes uses the library.
+
+        Without peer access every collective does; with peer access only large ones do.
+        """
         return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 
@@ -62,7 +65,7 @@ def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
 
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
-    """Explain why kernels of `devices` cannot use peer memory; return "" if no reason is known."""
+    """Return the reason why kernels of `devices` cannot use peer memory, or "" if no reason is known."""
     if len(devices) > MAX_DEVICES:
         return f"they are more than {MAX_DEVICES}"
     if len({device.rank for device in devices}) > 1:
@@ -73,7 +76,8 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
     """Choose the transport between the members of a communicator.
 
-    A group of one device, and a group without a signal pad, use host memory.
+    It is host memory for a group of one device, and for a group without a signal pad (memory for signals between
+    devices).
     """
     if comm.signal_pad is None or comm.size < 2:
         return HOST_TRANSPORT

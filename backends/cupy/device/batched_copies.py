@@ -34,8 +34,9 @@ class BatchedCopy:
 def batch_copies(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[BatchedCopy]:
     """Group contiguous tensors that are adjacent in a buffer into batched copies of at most `max_bytes` bytes.
 
-    Only contiguous tensors are in a batch. A batch overwrites its arrays and the padding between two of them. The
-    padding never holds a value: each value begins at a multiple of `ALIGNMENT`, and padding ends at the next one.
+    Tensors that are not contiguous are left out. A batch overwrites its arrays and the padding between two of them.
+    That is safe, because padding never holds a value. Each value begins at a multiple of `ALIGNMENT`, and padding ends
+    at the next one.
     """
     dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= max_bytes and _is_dense(t))
     inside: list[int] = []
@@ -53,7 +54,14 @@ def _is_dense(t: Tensor) -> bool:
 
 
 def _can_extend_batch(first: Tensor, last: Tensor, t: Tensor, max_bytes: int) -> bool:
-    """Return whether tensor `t` directly follows tensor `last` and fits into the batch that begins with `first`."""
+    """Return whether `t` can join a batch: it directly follows `last` in memory, and the batch stays small enough.
+
+    Args:
+        first: The first tensor of the batch.
+        last: The last tensor of the batch.
+        t: The new tensor.
+        max_bytes: The maximum bytes of a batch.
+    """
     next_value = -(-(last.offset + last.spec.nbytes) // ALIGNMENT) * ALIGNMENT
     fits = t.offset + t.spec.nbytes - first.offset <= max_bytes
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits

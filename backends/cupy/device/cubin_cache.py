@@ -21,7 +21,7 @@ class CompilerOutput(Protocol):
 
     @property
     def mangled_names(self) -> Mapping[str, str]:
-        """The mangled name of each requested kernel, by its C++ expression."""
+        """The mangled name of each requested kernel; keys are the C++ expressions of the kernels."""
 
 
 class CompilerModule(Protocol):
@@ -41,7 +41,7 @@ class CompilerModule(Protocol):
 def load_or_compile_cubin(
     source: KernelSource, arch: str, compiler: CompilerModule = nvrtc
 ) -> tuple[bytes, dict[str, str]]:
-    """Load the machine code of a source from the disk cache, or compile it and store it there.
+    """Return the machine code of a source from the disk cache; if it is not there, compile the source and store it.
 
     Args:
         source: The source.

@@ -20,7 +20,10 @@ DRIVER_LIBRARY_NAME = "libcuda.so.1"
 
 
 class LaunchAttribute(ctypes.Structure):
-    """The C struct CUlaunchAttribute, with a value of 64 bytes: the blocks of a cluster, or 1 for a permission."""
+    """The C struct CUlaunchAttribute: one attribute of a launch, with a value of 64 bytes.
+
+    The value is the shape of a cluster, or 1 for the permission to begin early.
+    """
 
     _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
 
@@ -39,7 +42,9 @@ class LaunchConfig(ctypes.Structure):
 
 
 def find_early_launch_library(capability: int, driver_version: int) -> ctypes.CDLL | None:
-    """Find the driver library for programmatic dependent launches, or `None` if device or driver has no support.
+    """Return the driver library if launches can begin early, else `None`.
+
+    CUDA calls this programmatic dependent launch. Old devices and old drivers do not support it.
 
     Args:
         capability: Compute capability of the device, such as 90.
@@ -62,17 +67,20 @@ def open_driver_library() -> ctypes.CDLL | None:
 
 
 def compute_early_launch_flags(steps: Sequence[DriverStep]) -> list[bool]:
-    """Compute for each step whether it may be launched early: it is a launch, and the previous step is a launch.
+    """Return for each step whether it may begin before the previous step ends: both must be launches.
 
-    Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. A
-    kernel without this wait would break that rule: the wait for it would not cover earlier launches that still run.
+    Every kernel waits for the end of the previous launch, so the end of a launch implies the end of all launches before
+    it. A kernel without this wait would break the rule: the next kernel would not wait for earlier launches that still
+    run.
     """
     are_launches = [isinstance(step, Launch) for step in steps]
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
 def find_attribute_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
-    """Find the driver library for a launch that needs attributes: early or in clusters; `None` for other launches.
+    """Return the CUDA driver library if a launch needs launch attributes, else `None`.
+
+    A launch needs attributes if it may begin early, before the previous launch ends, or if it has clusters.
 
     Raises:
         BackendError: The library is needed and missing.
@@ -89,7 +97,7 @@ def find_attribute_launch_library(launch: Launch, is_early: bool) -> ctypes.CDLL
 def launch_with_attributes(
     library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
 ) -> int:
-    """Launch a kernel on a stream with attributes for clusters and early begin, and return the driver status.
+    """Launch a kernel that has clusters or may begin early, and return the status of the CUDA driver.
 
     Args:
         library: The driver library.

@@ -40,7 +40,7 @@ class MultiprocessorLimits:
     shared_bytes: int
 
     def compute_resident_blocks(self, threads: int, registers: int, shared: int) -> int:
-        """Compute the number of blocks of a kernel that are resident at once; 0 if one block does not fit.
+        """Return how many blocks of a kernel run on one multiprocessor at once; 0 if one block does not fit.
 
         Args:
             threads: Threads of a block.
@@ -76,8 +76,8 @@ MULTIPROCESSORS: Mapping[str, MultiprocessorLimits] = MappingProxyType(
 class Limits:
     """Resource limits of kernels on a device.
 
-    `shared_bytes_per_block` includes declared shared memory. `has_warpgroups` means matrix products of four warps
-    (wgmma).
+    `shared_bytes_per_block` is the maximum of declared and dynamic shared memory together. `has_warpgroups` tells
+    whether the device has matrix products of four warps (wgmma).
     """
 
     shared_bytes_per_block: int
@@ -90,5 +90,5 @@ HIP_LIMITS = Limits(64 * KIB)
 
 
 def find_limits(capability: str) -> Limits:
-    """Find the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
+    """Return the resource limits of a compute capability such as ``90``; an unknown one gets the common minimum."""
     return Limits(MAX_SHARED_BYTES.get(capability, DEFAULT_SHARED_BYTES), capability in WARPGROUP_CAPABILITIES)

@@ -38,8 +38,10 @@ ACCESS_WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16
 class CodeStatistics:
     """Instruction counts of one kernel's machine code.
 
-    `instructions` counts all instructions, `loop` the instructions of the longest inner loop, `products` the matrix
-    products. `loads` counts the global loads, by the bits that one load reads for a thread.
+    - `instructions`: all instructions.
+    - `loop`: the instructions of the longest inner loop.
+    - `products`: the matrix products on tensor cores.
+    - `loads`: the global loads, by the bits that one load reads for a thread.
     """
 
     instructions: int
@@ -86,7 +88,7 @@ def run_disassembler(image: bytes, *options: str) -> str:
 
 
 def split_kernels(text: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Split the output of nvdisasm by kernel: yield each mangled name with its lines."""
+    """Split the output of nvdisasm by kernel: yield the mangled name of each kernel and its lines."""
     name, lines = "", list[str]()
     for line in text.splitlines():
         if begins := KERNEL_PATTERN.match(line):
@@ -121,6 +123,6 @@ def compute_code_statistics(lines: Sequence[str]) -> CodeStatistics:
 
 
 def compute_access_bits(op: str) -> int:
-    """Compute the bits that a load or store moves for each thread, from its opcode such as ``LDG.E.128``."""
+    """Return how many bits a load or store moves for each thread, from its opcode such as ``LDG.E.128``."""
     parts = op.split(".")
     return next((bits for word, bits in ACCESS_WIDTHS if word in parts), 32)

@@ -29,7 +29,7 @@ CUDA_HEADER, HIP_HEADER = "cuda.cuh", "hip.cuh"
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """A CUDA source: a `.cu` file and the template instances that bindings request, which are compiled together, once.
+    """A CUDA source: a `.cu` file and the template instances that kernels need, which are compiled together, once.
 
     Args:
         file: A file name in the folder ``kernels`` or its subfolders, or a path.
@@ -56,18 +56,18 @@ class KernelSource:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files that make up the text, in order: headers first."""
+        """The names of the files that make up the complete text, in order: headers first."""
         return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
 @cache
 def find_kernel_files() -> Mapping[str, Path]:
-    """Find the path of each kernel file, by its unique file name."""
+    """Return the path of each kernel file by its file name, which is unique."""
     return MappingProxyType({path.name: path for path in sorted(KERNEL_FOLDER.rglob("*.cu*"))})
 
 
 def find_kernel_path(file: str) -> Path:
-    """Find the path of a kernel file by its name. An unknown name is a path itself."""
+    """Return the path of a kernel file by its name in the folder ``kernels``; any other name is itself a path."""
     return find_kernel_files().get(file) or Path(file)
 
 
@@ -86,7 +86,7 @@ class KernelInstance:
 
     @property
     def single_kernel_source(self) -> KernelSource:
-        """The source with only this kernel, which compiles faster."""
+        """A source that requests only this kernel, so that it compiles faster than the complete source."""
         return replace(self.source, names=(self.name,))
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class KernelInstance:
 
 @dataclass(frozen=True, slots=True)
 class AddressSpan:
-    """The byte range that a kernel may access through one launch word, and the index of that word."""
+    """The byte range that a kernel may access through one launch word (an address), and the index of that word."""
 
     word_index: int
     low: int
@@ -106,9 +106,10 @@ class AddressSpan:
 class Launch:
     """One launch of a kernel: grid, block and the words of its argument struct.
 
-    `words` are the fields of the kernel's struct, 64 bits each. `number` is the index of the instruction that the
-    launch computes. `cluster` is the shape of a cluster: blocks that run at the same time on neighbouring
-    multiprocessors and read each other's shared memory.
+    - `words`: the fields of the kernel's argument struct, 64 bits each.
+    - `number`: the index of the instruction that the launch computes.
+    - `cluster`: the shape of a cluster. Its blocks run at the same time on neighbouring multiprocessors, and read each
+      other's shared memory.
     """
 
     kernel: KernelInstance
@@ -123,7 +124,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class LibraryTransfer:
-    """The part of one device in an operation of a collective library.
+    """The part of one device in one operation of a collective library.
 
     `source` and `target` are addresses; `count` is in elements of `dtype`. `op` is one of:
 
@@ -144,15 +145,15 @@ class Communicator(Protocol):
     """The communicator of one device in a group of a collective library. All methods raise `BackendError`."""
 
     def enqueue_transfers(self, transfers: Sequence[LibraryTransfer], stream: int) -> None:
-        """Enqueue transfers into a stream of the device as one group, in which no transfer waits for another."""
+        """Enqueue transfers into a stream of the device as one group: none of them waits for another of the group."""
 
     def find_error(self) -> str | None:
-        """Find an asynchronous error of the library; return its message, or `None`."""
+        """Return the message of an asynchronous error of the library; `None` if there is no error."""
 
     def abort(self) -> None:
-        """Abort all present and future transfers of this communicator, without results; the communicator is lost.
+        """Abort all present and future transfers of this communicator, without results; it is lost then.
 
-        The call may return late: after all recordings that use the communicator are deleted.
+        The call returns only after all recordings that use the communicator are deleted, which may be late.
         """
 
 
@@ -165,7 +166,7 @@ class CollectiveLibrary(Protocol):
         """Make the unique identifier of a new group, as 64-bit words. One device sends it to all others."""
 
     def join_group(self, identity: Array, rank: int, size: int, on: Device) -> Communicator:
-        """Join a group of devices as one member; wait until all members have joined.
+        """Join a group of devices as one member, and wait until all members have joined.
 
         Args:
             identity: The words of `make_unique_id`.
@@ -180,7 +181,7 @@ class CollectiveLibrary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LibraryExchange:
-    """A step that runs a group of library transfers between launches."""
+    """A step of a program that runs several transfers of a collective library as one group."""
 
     communicator: Communicator
     transfers: tuple[LibraryTransfer, ...]
@@ -192,7 +193,7 @@ SingleStep = Launch | LibraryExchange
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOverlap:
-    """A step that runs a collective and independent launches at the same time.
+    """A step that runs a collective and, at the same time, launches that do not depend on it.
 
     Both wait for all earlier steps. All later steps wait for both.
     """
@@ -210,7 +211,7 @@ DriverStep = SingleStep | CollectiveOverlap
 
 
 def flatten_steps(steps: Iterable[DriverStep]) -> list[SingleStep]:
-    """Flatten steps into launches and exchanges without overlap: each collective before its overlapped launches."""
+    """Return all launches and exchanges of the steps as one list; each collective precedes its overlapped launches."""
     singles: list[SingleStep] = []
     for step in steps:
         singles += (*step.collective, *step.overlapped) if isinstance(step, CollectiveOverlap) else (step,)
@@ -265,16 +266,16 @@ class Driver(Protocol):
         """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
     def make_reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """Return a function that reads these tensors as separate host arrays, after all earlier work of the stream."""
+        """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
         """Return whether kernels of each device can access the memory of all others; enable that access."""
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
-        """Find a collective library for these devices; if there is none, return the reason."""
+        """Return a collective library that can join these devices, or else the reason why there is none."""
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Map page-aligned host memory for devices; return its device address, the same for all devices of the process.
+        """Map page-aligned host memory for devices, and return its device address, equal on all devices of the process.
 
         Args:
             board: The host memory.
@@ -297,7 +298,7 @@ class Driver(Protocol):
     def run_timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
         """Run recorded runs one after the other, and return the device seconds of each.
 
-        If the device ends a run before the host launches the next one, the time includes the launch.
+        If the device was idle before a run, the time of the run includes its launch by the host.
         """
 
     def synchronise(self, on: Device) -> None:

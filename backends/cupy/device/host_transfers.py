@@ -20,7 +20,7 @@ STAGING_HALF_BYTES = 8 << 20
 class convert_cuda_errors:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
     """A context manager that converts errors of the CUDA runtime and driver to `BackendError`.
 
-    The message has the device `who` and the failed action `doing`.
+    Its message names the device `who` and the action `doing` that failed.
     """
 
     __slots__ = ("cupy", "doing", "who")
@@ -69,7 +69,7 @@ class HostTransfers:
             return self.cupy.zeros(nbytes, np.uint8)
 
     def move_to_device(self, host: Array, array: Any, index: Any = ...) -> None:
-        """Copy a host array into an index of a device array.
+        """Copy a host array to a device array, or to the part of it that `index` selects.
 
         Args:
             host: The host array.
@@ -118,7 +118,7 @@ class HostTransfers:
         return write
 
     def make_reader(self, arrays: Sequence[Any]) -> Callable[[], list[Array]]:
-        """Return a function that copies device arrays to the host, after all earlier work, with a single wait."""
+        """Return a function that copies device arrays to the host after all earlier work, with a single wait."""
         sources = [(int(a.data.ptr), int(a.nbytes), a.shape, a.dtype) for a in arrays]
         is_small = [0 < a.nbytes <= STAGING_HALF_BYTES and a.flags.c_contiguous for a in arrays]
 
@@ -137,9 +137,9 @@ class HostTransfers:
     def _start_pinned_read(
         self, source: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Array | None:
-        """Start a copy from the device to a pinned host array; return the array without waiting.
+        """Start an asynchronous copy from the device to a host array in pinned memory, and return this array.
 
-        The result is `None` if callers hold too many pinned arrays.
+        The result is `None` if the callers still hold too many pinned arrays.
 
         Args:
             source: Device address.
@@ -155,12 +155,15 @@ class HostTransfers:
 
     @contextmanager
     def _on_stream(self, doing: str) -> Iterator[None]:
-        """Make the device and its stream current, and convert CUDA errors of the action `doing` to `BackendError`."""
+        """Return a context in which the device and its stream are current.
+
+        It converts CUDA errors of the action `doing` to `BackendError`.
+        """
         with convert_cuda_errors(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
     def _move_dense_to_device(self, host: Array, array: Any) -> None:
-        """Copy a host array to a contiguous device array of the same shape, in parts of half the pinned memory."""
+        """Copy a host array to a contiguous device array of the same shape, in parts of half of the pinned memory."""
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, STAGING_HALF_BYTES):
             part = data[start : start + STAGING_HALF_BYTES]
@@ -170,7 +173,10 @@ class HostTransfers:
             runtime.memcpyAsync(target, at, part.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _reserve_pinned_bytes(self, nbytes: int) -> int:
-        """Reserve bytes in pinned memory and return their offset; wait for copies of the other half if needed."""
+        """Reserve bytes in the current half of the pinned memory and return their offset.
+
+        If the half is full, the other half becomes the current one, after a wait for the copies from it.
+        """
         if self._used_bytes + nbytes > STAGING_HALF_BYTES:
             self._half_events[self._current_half].record(self.stream)
             self._current_half, self._used_bytes = 1 - self._current_half, 0

@@ -52,7 +52,7 @@ def load_nccl(cupy: Any, load: Callable[[], Any], name: str) -> NcclLibrary | st
 
 
 class NcclLibrary:
-    """The loaded NCCL or RCCL library. One thread calls it for each device."""
+    """The loaded NCCL or RCCL library. Each device calls it from its own thread."""
 
     def __init__(self, cupy: Any, nccl: Any, name: str) -> None:
         self.cupy, self.nccl, self.name = cupy, nccl, name

@@ -25,11 +25,12 @@ MAX_BLOCK_THREADS, INFO_SECTION_PREFIX = 1024, ".nv.info."
 
 @dataclass(frozen=True, slots=True)
 class KernelResources:
-    """Resources of a compiled kernel.
+    """The resources that the compiler gave to a kernel.
 
-    `registers` is the number of 32-bit registers of a thread. `spilled_bytes` are the bytes of spilled registers.
-    `shared_bytes` counts the declared shared memory, without the dynamic part of a launch. `threads` is the maximum
-    block size.
+    - `registers`: 32-bit registers of a thread.
+    - `spilled_bytes`: bytes of registers that are spilled to memory.
+    - `shared_bytes`: bytes of declared shared memory, without the dynamic part that a launch adds.
+    - `threads`: the maximum block size.
     """
 
     registers: int
@@ -40,9 +41,9 @@ class KernelResources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """The compiled code of a source for one architecture, with names and resources by C++ kernel name.
+    """The compiled code of a source for one architecture; names and resources of kernels have C++ names as keys.
 
-    `serialisation_warnings` are warnings about waits for warpgroup products that the compiler added.
+    `serialisation_warnings` are the compiler's warnings that it added waits between warpgroup products.
     """
 
     image: bytes
@@ -63,7 +64,7 @@ def load_nvrtc() -> ctypes.CDLL:
 
 
 def find_nvrtc_libraries() -> list[Path]:
-    """Find the installed NVRTC libraries, in wheels and in the system, newest first: old ones lack new devices."""
+    """Return the installed NVRTC libraries, in wheels and in the system, newest first: old ones lack new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
@@ -74,9 +75,9 @@ def find_nvrtc_libraries() -> list[Path]:
 
 
 def _parse_library_version(path: Path) -> tuple[int, ...]:
-    """Parse the version of a library from its file name, after ``.so``.
+    """Parse the version of a library from its file name, from the part after ``.so``.
 
-    Folders of wheels have two naming schemes, and the older scheme would sort higher.
+    Sorting by path would be wrong, because the folders of wheels have two naming schemes.
     """
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
@@ -137,9 +138,9 @@ def _parse_kernel_resources(compiled: CompiledCode) -> Mapping[str, KernelResour
 
 
 def read_max_block_threads(image: bytes) -> Mapping[str, int]:
-    """Read the maximum block size of each kernel in threads, by mangled name, from its launch bounds.
+    """Return the maximum block size of each kernel in threads, by mangled name, from the launch bounds in a cubin.
 
-    They are attribute 5 in the ELF sections ``.nv.info``. A kernel without launch bounds is missing.
+    The sizes are attribute 5 in the ELF sections ``.nv.info``. A kernel without launch bounds is missing.
     """
     found = {}
     for name, data in _read_elf_sections(image):

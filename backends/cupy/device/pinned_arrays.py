@@ -25,7 +25,7 @@ class PinnedBlock:
 
     @property
     def is_free(self) -> bool:
-        """Whether the block is free: the lent array and all its views are deleted. A view keeps its base alive."""
+        """Whether the block is free: the lent array and all views of it are deleted."""
         return self._lent_array() is None
 
     def lend_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -36,9 +36,10 @@ class PinnedBlock:
 
 
 class PinnedPool:
-    """A pool of pinned host memory blocks, which are reused after their arrays are deleted.
+    """A pool of pinned host memory blocks, each of which is reused after its array is deleted.
 
-    The memory is pinned and resident, so a result needs no extra copy and causes no page faults.
+    The device copies results directly into such memory, so no extra copy is needed. The pages are resident and cause no
+    page faults.
     """
 
     def __init__(self, pin: Callable[[int], Any]) -> None:
@@ -46,9 +47,9 @@ class PinnedPool:
         self._blocks: defaultdict[int, list[PinnedBlock]] = defaultdict(list)
 
     def find_or_allocate_block(self, nbytes: int) -> PinnedBlock | None:
-        """Find a free block of `nbytes` bytes, or allocate one.
+        """Find a free block of `nbytes` bytes, or allocate one; return `None` if the pool is full.
 
-        The result is `None` if the pool has its maximum of blocks or bytes, because callers hold many arrays.
+        The pool is full if it has its maximum of blocks or bytes, because callers still hold many arrays.
         """
         blocks = self._blocks[nbytes]
         for block in blocks:

@@ -15,7 +15,7 @@ from .driver import KernelSource
 class CompiledCode:
     """The result of a compilation: machine code, mangled kernel names, and the log of the compiler.
 
-    NVRTC finds all names. hiprtc of ROCm 5.2 omits names that contain a type alias.
+    The names may be incomplete: hiprtc of ROCm 5.2 omits names that contain a type alias.
     """
 
     image: bytes
@@ -25,10 +25,11 @@ class CompiledCode:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A runtime compiler library with the calls of NVRTC: NVRTC itself or hiprtc.
+    """A runtime compiler library whose functions are those of NVRTC up to a prefix: NVRTC itself or hiprtc.
 
-    `name` appears in messages. All calls of `library` begin with `prefix`. The calls for machine code end with
-    `code_suffix`.
+    - `name` is the name in messages.
+    - `prefix` begins the names of all functions of `library`.
+    - `code_suffix` ends the names of the functions that return machine code.
     """
 
     name: str

@@ -41,7 +41,7 @@ MAIN_PATH_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessAllowance:
-    """An exception from the access budget: one source line may cost more than the minimum.
+    """An exception from the access budget: one source line whose memory accesses may cost more than the minimum.
 
     Attributes:
         file: Name of the source file.
@@ -164,9 +164,9 @@ ACCESS_ALLOWANCES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessTableRow:
-    """One row of the access table: the summed accesses of one kind and width in a kernel.
+    """One row of the access table: the sum of all accesses of one kind and width in a kernel.
 
-    `worst_site` has the largest cost above the minimum.
+    `worst_site` is the access whose cost is the most above its minimum.
     """
 
     kernel: str
@@ -201,7 +201,7 @@ def build_access_table_rows(counted: LaunchCounters) -> list[AccessTableRow]:
 
 
 def list_budget_violations(counted: LaunchCounters) -> list[str]:
-    """List the violations of the access budget by a launch, one line each."""
+    """List the memory accesses of a launch that cost more than the access budget allows, as one line of text each."""
     violations = []
     if counted.sector_bytes > MAX_SECTOR_OVERHEAD * counted.requested_bytes:
         violations.append(
@@ -215,7 +215,10 @@ def list_budget_violations(counted: LaunchCounters) -> list[str]:
 
 
 def _find_allowed_cost_ratio(site: AccessSite) -> float:
-    """Find the maximum allowed ratio of cost to minimum cost for the line of an access; 1 without an allowance."""
+    """Return the maximum ratio of cost to minimum cost that the source line of an access may have.
+
+    The ratio is 1 for a line without an allowance.
+    """
     file, _, line = site.source_line.partition(":")
     return max(
         (a.max_ratio for a in ACCESS_ALLOWANCES if a.file == file and a.code in _read_source_line(file, line)),
@@ -230,7 +233,7 @@ def _read_source_line(file: str, line: str) -> str:
 
 
 def format_access_table(launches: Iterable[LaunchCounters]) -> str:
-    """Format the Markdown page with the accesses of each kernel and the allowances that it uses."""
+    """Format the Markdown page with the memory accesses of each kernel and the allowances that it uses."""
     lines = [
         "# Memory accesses of CUDA kernels",
         "",

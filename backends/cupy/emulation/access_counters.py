@@ -32,12 +32,12 @@ class _SiteRecord(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AccessSite:
-    """All requests of one memory access in the code of a launch.
+    """The counters of one memory access in the code of a kernel, summed over all warps of a launch.
 
     Attributes:
         source_line: ``file:line`` of the innermost kernel frame.
         nbytes: Bytes per warp lane.
-        requests: Requests of warps.
+        requests: How often a warp executed the access.
         cost: Sectors of 32 bytes of global memory, or wavefronts of shared memory.
         minimum_cost: The cost if the lanes of each warp accessed adjacent bytes.
         frames: ``file:line`` of all inlined frames, innermost first.
@@ -64,14 +64,14 @@ class AccessSite:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCounters:
-    """The access counters of one launch.
+    """The counters of all memory accesses of one launch.
 
     Attributes:
         launch: The launch.
-        sites: Requests of each access in the code.
+        sites: The counters of each access in the code.
         sector_bytes: Bytes of all distinct sectors.
         requested_bytes: Bytes of all distinct addresses that the launch accesses.
-        block_requested_bytes: Bytes of sectors, if each thread block requests a sector once.
+        block_requested_bytes: Bytes of all sectors, where a sector counts once for each thread block that requests it.
         copies_in_flight: The largest number of groups of asynchronous copies that a thread has in flight while it reads
             earlier ones. `None` if the launch waits for no such group; bulk copies are not counted.
     """
@@ -97,8 +97,8 @@ class LaunchCounters:
 class CountingDriver(EmulatedDriver):
     """A driver of emulated devices that counts the memory accesses of each launch.
 
-    `counters` has the counters of the last launch of each kernel, by its name. Counting takes several times as long as
-    running. With `counted_run`, only the run of this number is counted.
+    `counters` has the counters of the last launch of each kernel, by kernel name. `counted_run` is the number of the
+    only run that is counted; by default all runs are. Counting takes several times as long as running.
     """
 
     def __init__(self, limits: Limits = LARGEST_LIMITS, counted_run: int | None = None) -> None:
@@ -156,7 +156,7 @@ def run_with_counters(launch: Launch) -> LaunchCounters:
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge overlapping spans of a list in ascending order."""
+    """Merge overlapping (begin, end) spans of a list that is in ascending order."""
     merged: list[tuple[int, int]] = []
     for low, high in spans:
         if merged and low < merged[-1][1]:

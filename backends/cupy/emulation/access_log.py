@@ -31,13 +31,13 @@ EVENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class LoggedLaunch:
-    """A launch in the access log, with the events of its threads.
+    """One launch in the access log, with all memory accesses and synchronisations of its threads.
 
     Attributes:
         device: Index of the device.
         stream: `MAIN_STREAM` or `SIDE_STREAM`.
         position: Index among all launches of the device.
-        predecessors_end: Launches of the other stream before this position precede this launch.
+        predecessors_end: This launch follows the launches of the other stream with a position below this one.
         kernel: Name of the kernel.
         code: Compiled library of the kernel.
         events: Accesses and synchronisations in order, of dtype `EVENT_DTYPE`.
@@ -53,7 +53,7 @@ class LoggedLaunch:
 
     @property
     def queue_index(self) -> int:
-        """The index of the launch's stream among the streams of all devices."""
+        """The index of the launch's stream if the streams of all devices are numbered, device by device."""
         return self.device * STREAM_COUNT + self.stream
 
 
@@ -63,9 +63,10 @@ MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
 
 @dataclass(frozen=True, slots=True)
 class QueuedLaunch:
-    """A launch that is assigned to a stream of its device.
+    """A launch that is assigned to one of the two streams of its device.
 
-    It follows all earlier launches of its stream, and the launches of the other stream before `predecessors_end`.
+    It follows all earlier launches of its stream. It also follows the launches of the other stream with an index below
+    `predecessors_end`.
     """
 
     launch: Launch
@@ -74,7 +75,10 @@ class QueuedLaunch:
 
 
 def queue_launches_in_streams(steps: Sequence[DriverStep]) -> list[QueuedLaunch]:
-    """Queue the launches of `steps` in two streams of a device. Overlapped collectives go to the side stream."""
+    """Return the launches of `steps` in order, each with its stream, as the CUDA driver would queue them.
+
+    Overlapped collectives go to the side stream, all other launches to the main stream.
+    """
     launches: list[QueuedLaunch] = []
     for step in steps:
         predecessors_end = len(launches)
@@ -92,10 +96,10 @@ def queue_launches_in_streams(steps: Sequence[DriverStep]) -> list[QueuedLaunch]
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """The bytes [`low`, `high`) of a device's memory, with their owner.
+    """The bytes [`low`, `high`) of a device's memory, which are a buffer or belong to a program.
 
-    A buffer is written by the host before a run and read after it. Other memory belongs to a program. It was filled
-    before the operand exchange.
+    - A buffer (`is_buffer`) is written by the host before a run and read by the host after it.
+    - Other memory belongs to a program, and was filled before the devices exchanged operand addresses.
     """
 
     low: int
@@ -107,7 +111,7 @@ class MemorySpan:
 class AccessLogDriver(EmulatedDriver):
     """A driver of emulated devices that logs the memory accesses of all launches, in order for each device.
 
-    With `dropped_line`, a file and a line of a kernel source, launches skip the block or warp barrier of that line.
+    `dropped_line` is a file and a line of a kernel source. All launches skip the block or warp barrier in that line.
     """
 
     def __init__(self, dropped_line: tuple[str, int] = ("", 0)) -> None:
@@ -188,7 +192,7 @@ class AccessLogDriver(EmulatedDriver):
 
 
 class AccessLogBackend(DriverBackend):
-    """A backend on an `AccessLogDriver`, which tells the driver the addresses of all buffers."""
+    """A backend with an `AccessLogDriver`. It tells the driver the addresses of all buffers."""
 
     def __init__(self, driver: AccessLogDriver) -> None:
         super().__init__(driver)

@@ -53,7 +53,7 @@ def require_compiler() -> str:
 
 
 def to_host_cpp(source: KernelSource) -> str:
-    """Convert a kernel source to host C++, with one C function for each kernel: ``launch_0``, ``launch_1``, ..."""
+    """Convert a kernel source to C++ for the host, with one C function per kernel: ``launch_0``, ``launch_1``, ..."""
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
         f" {{ emulation::launch(&{name}, *l, *r); }}\n"
@@ -109,13 +109,16 @@ def _build_precompiled_header(extra: tuple[str, ...]) -> Path:
 
 @cache
 def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
-    """Read all build inputs except the source, as bytes of the cache key: headers, compiler version and options."""
+    """Return all inputs of a build except the source, as bytes for the cache key.
+
+    These are the headers, the compiler version and the options.
+    """
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
     return b"\0".join((*(h.read_bytes() for h in sorted(HEADER_FOLDER.glob("*.h"))), version, repr(options).encode()))
 
 
 def _build_if_missing(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
-    """Build a library or header in the cache folder if it does not exist there, and return its path.
+    """Return the path of a library or header in the cache folder; build it if it is not there.
 
     Args:
         file: Name of the source, for messages and for the name of the compiled file in the folder of the cache key.

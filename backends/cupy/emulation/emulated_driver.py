@@ -65,7 +65,7 @@ class LaunchShape(ctypes.Structure):
 
 
 def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
-    """Make the C struct of a launch. It has the address of `words`, so `words` must outlive it.
+    """Make the C struct that describes a launch. It has the address of `words`, so `words` must outlive it.
 
     Args:
         launch: The launch.
@@ -90,9 +90,9 @@ class FaultReport(ctypes.Structure):
 
 
 class EmulatedDriver:
-    """The driver of any number of emulated CUDA devices, all on the CPU of this machine.
+    """The driver of any number of emulated CUDA devices, which all run on the CPU of this machine.
 
-    Every operand of a launch is in memory between guard pages.
+    During a launch, every operand is in memory between guard pages.
 
     Args:
         order: Order of the threads and blocks of a launch: 0 forward, 1 backward, larger numbers shuffled. `None` takes
@@ -136,7 +136,7 @@ class EmulatedDriver:
         return host_view(buffer, tensor)
 
     def make_writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Return a function that writes host arrays and, as a device may, garbage into the padding between them."""
+        """Return a function that writes host arrays, and garbage into the padding between them as a device may do."""
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         batches = [(buffers[p.buffer], p) for p in batch_copies(tensors, sys.maxsize)]
 
@@ -165,7 +165,7 @@ class EmulatedDriver:
         load_emulated_library(self._to_emulated_source(kernel.source))
 
     def _to_emulated_source(self, source: KernelSource) -> KernelSource:
-        """Return a kernel source with the header of instructions for these devices."""
+        """Return a kernel source that uses the instruction header of the emulated devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[DriverStep], on: Device) -> Callable[[], None]:
@@ -218,11 +218,11 @@ class _EmulatedLaunch:
         )
 
     def run(self, order: int, pattern: int) -> None:
-        """Run the launch in one order of threads; check faults and the margins of operands.
+        """Run the launch once; raise an error for a fault, or for a store outside of an operand.
 
         Args:
             order: Order of threads and blocks; see `EmulatedDriver`.
-            pattern: Byte that fills the margins of operands.
+            pattern: Byte that fills the margins of operands, which must be unchanged after the run.
 
         Raises:
             LaunchError: The emulator found a fault. The message describes the first one.
@@ -250,7 +250,7 @@ class _EmulatedLaunch:
         return f"{self.launch.kernel}, block ({block}), thread ({thread}): {message}"
 
     def _describe_nearest_operand(self, address: int) -> str:
-        """Describe the distance of an address from the nearest operand, as the end of a message."""
+        """Return the end of a message about an illegal address: its distance from the nearest operand."""
         spans = [(o.guarded_address, o.guarded_address + o.high - o.low, o.low) for o in self.guarded_operands]
         spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= MIN_UNCOPIED_BYTES]
         nearest = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
@@ -262,7 +262,7 @@ class _EmulatedLaunch:
         return f": {low - address} bytes before {self._format_operand_words(name)}"
 
     def _format_operand_words(self, low: int) -> str:
-        """Format the indices of the launch words that hold the operand with address `low`."""
+        """Format the indices of the launch words whose operand begins at address `low`."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
 

@@ -31,7 +31,9 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate_guarded_bytes(nbytes: int) -> Bytes:
-    """Allocate `nbytes` zeroed bytes, aligned to 16 bytes, which end less than 16 bytes before a guard zone.
+    """Allocate `nbytes` zeroed bytes that end next to memory without access, so that an overrun raises a fault.
+
+    They are aligned to 16 bytes, so the end may be up to 15 bytes before the guard zone.
 
     Raises:
         MemoryError: The system has no memory.
@@ -42,7 +44,10 @@ def allocate_guarded_bytes(nbytes: int) -> Bytes:
 
 
 def _map_guarded_pages(nbytes: int) -> Bytes:
-    """Map complete pages for at least `nbytes` bytes between two guard zones, which take addresses but no memory."""
+    """Allocate complete pages for at least `nbytes` bytes between two guard zones.
+
+    A guard zone is a range of addresses without memory, where each access is a fault.
+    """
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = size + 2 * GUARD_BYTES
     low = _libc.mmap(None, whole, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -62,7 +67,7 @@ def address_of(memory: Bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GuardedOperand:
-    """An operand of a launch with its guarded copy, which the launch uses instead.
+    """An operand of a launch and its guarded copy: a copy next to guard pages, which the launch uses instead.
 
     The operand is the bytes [`low`, `high`) of the program's memory.
     """
@@ -73,12 +78,12 @@ class GuardedOperand:
     memory: Bytes
 
     def copy_in(self, pattern: int) -> None:
-        """Copy the operand into the guarded memory, and fill the other bytes up to the guard pages with `pattern`."""
+        """Copy the operand into the guarded memory, and fill the margins up to the guard pages with `pattern`."""
         ctypes.memset(address_of(self.memory), pattern, len(self.memory))
         ctypes.memmove(self.guarded_address, self.low, self.high - self.low)
 
     def has_intact_margins(self, pattern: int) -> bool:
-        """Return whether the bytes around the guarded copy still hold `pattern`: no store went out of bounds."""
+        """Return whether the bytes around the guarded copy still hold `pattern`; if not, a store was out of bounds."""
         start = self.guarded_address - address_of(self.memory)
         before, after = self.memory[:start], self.memory[start + self.high - self.low :]
         return bool((before == pattern).all() and (after == pattern).all())
@@ -89,13 +94,13 @@ class GuardedOperand:
 
 
 class GuardedMemoryPool:
-    """A pool of guarded memory, which successive launches reuse for their operands."""
+    """A pool of guarded memory for the operands of a launch; the next launch reuses the memory."""
 
     def __init__(self) -> None:
         self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
     def allocate(self, number: int, nbytes: int) -> Bytes:
-        """Allocate guarded pages of at least `nbytes` bytes for operand `number` of a launch, or reuse them."""
+        """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch; reuse them if possible."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
             self._allocated_pages[key] = _map_guarded_pages(nbytes)
@@ -103,7 +108,7 @@ class GuardedMemoryPool:
 
 
 def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> list[GuardedOperand]:
-    """Allocate guarded memory for each operand of a launch. Overlapping operands share one guarded operand.
+    """Allocate guarded memory for each operand of a launch; operands that overlap share one guarded operand.
 
     Args:
         spans: The byte ranges of the operands.
@@ -127,7 +132,7 @@ def guard_operands(spans: Sequence[AddressSpan], pool: GuardedMemoryPool) -> lis
 
 
 def redirect_words_to_guarded(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
-    """Redirect the launch words that are addresses to the guarded operands, and return all words."""
+    """Return all words of a launch; addresses of operands are replaced by the addresses of their guarded copies."""
     words = list(launch.words)
     for span in launch.spans:
         operand = _find_operand(span, operands)

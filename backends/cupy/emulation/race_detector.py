@@ -51,10 +51,11 @@ ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store"
 
 
 def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> list[str]:
-    """List the races of one run, one line per pair of source lines, and the kernels that never wait.
+    """List the data races between the launches of one run, and the kernels that omit the wait for earlier launches.
 
-    Every kernel has to wait for the launches before it. An order that is found here holds in every run with the same
-    branches.
+    A race is a pair of accesses to the same bytes that no synchronisation orders. The result has one entry for each
+    pair of source lines. Every kernel must wait for the launches before it, because it may begin early. An order that
+    is found in this run holds in every run with the same branches.
 
     Args:
         log: The launches of all devices with their accesses.
@@ -95,9 +96,9 @@ def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
 
 
 def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
-    """Compute the granularity of accesses: the largest power of two that divides all their begins and ends.
+    """Return the size of the cells, in bytes, in which the detector tracks memory: a power of two, at most 16.
 
-    It is at most 16 bytes.
+    The begin and the end of every access are multiples of this size.
     """
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))
@@ -105,7 +106,7 @@ def _compute_access_granularity(events: npt.NDArray[np.void]) -> int:
 
 
 def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
-    """Describe each access by its kind and source line, as a phrase."""
+    """Describe each access as a phrase with its kind and its source line."""
     lines: dict[tuple[int, int], str] = {}
     for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:
         codes = sorted({int(code) for code in accesses["code"][accesses["ran"] == number]})

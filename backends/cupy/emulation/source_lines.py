@@ -24,7 +24,7 @@ def find_source_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
 
 
 def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
-    """Find all inlined frames, ``file:line``, of each return address in `codes`, innermost first.
+    """Return the inlined frames of each return address in `codes`, as ``file:line``, innermost first.
 
     Raises:
         BackendError: addr2line is not installed.
@@ -45,12 +45,15 @@ def find_inlined_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tupl
 
 
 def select_innermost_line(frames: Sequence[str]) -> str:
-    """Select the innermost frame in a kernel source; without one, the innermost frame in the prelude or any file."""
+    """Return the innermost frame in a kernel source.
+
+    Without one, return the innermost frame in any CUDA file, or else in any file.
+    """
     ours = [name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh"))]
     return next(iter(select_kernel_frames(frames)), (ours or frames)[0])
 
 
 def select_kernel_frames(frames: Sequence[str]) -> tuple[str, ...]:
-    """Select the frames in kernel sources, without the files of the prelude."""
+    """Return the frames in kernel sources, without those in the prelude (headers that all kernels share)."""
     ours = (name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh")))
     return tuple(name for name in ours if not name.startswith(PRELUDE_FILES))

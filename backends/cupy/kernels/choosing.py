@@ -34,7 +34,7 @@ def _bind_compare(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _as_comparable_dtype(launches: LaunchBuilder, x: Operand) -> Operand:
-    """Return `x` in a dtype that comparison kernels read and that holds all its values."""
+    """Return `x` in a dtype that comparison kernels can read and that represents all values of `x` exactly."""
     return x if x.dtype in COMPARABLE_DTYPES else as_type(launches, x, DType.I32 if x.dtype.is_integer else DType.F32)
 
 

@@ -73,7 +73,7 @@ BINDINGS: Mapping[str, OpBinder] = {}  # collectives also need a group: `COLLECT
 
 @dataclass(frozen=True, slots=True)
 class CollectiveOperands:
-    """The operand that a device contributes to a collective, and its result."""
+    """The operand that a device contributes to a collective, and the result that it gets."""
 
     source: Operand
     target: Operand
@@ -83,8 +83,10 @@ class CollectiveOperands:
 class PeerAddresses:
     """The device addresses that one device tells the other devices of its group.
 
-    `signals` is the address of its signals, `transfer_buffer` of memory for 16-bit transfers and `inbox` of memory for
-    pushed partial sums (0: none). `operands` are its collective operands by sequence number of the collective.
+    - `signals`: its signals.
+    - `transfer_buffer`: memory for 16-bit transfers; 0 if there is none.
+    - `inbox`: memory into which other devices push partial sums; 0 if there is none.
+    - `operands`: its collective operands, by sequence number of the collective.
     """
 
     signals: int
@@ -110,7 +112,7 @@ class PeerGroup:
     inbox_half: int = 0
 
     def uses_bfloat16_transfer(self, x: Operand) -> bool:
-        """Return whether a sum of operands with the shape of `x` uses bfloat16 for its transfers."""
+        """Return whether a sum of operands with the shape of `x` is transferred in bfloat16."""
         return x.is_float and self.min_narrow_elements is not None and math.prod(x.shape) >= self.min_narrow_elements
 
     def list_device_operands(self, sequence: int) -> list[CollectiveOperands]:
@@ -128,18 +130,18 @@ class PeerGroup:
 
 
 def make_collective_operands(call: BoundInstruction) -> CollectiveOperands:
-    """Make the collective operands of an instruction.
+    """Return the operands of an instruction that other devices may access: its first operand and its result.
 
-    A sender exposes its result instead of its operand, because the result is unchanged until the run ends.
+    A sender exposes its result in place of its operand, because the result is unchanged until the run ends.
     """
     return CollectiveOperands(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
 def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined: bool) -> None:
-    """Launch the beginning of a run, in front of its first collective: copy the run number to the device's signals.
+    """Launch the beginning of a run, before its first collective: copy the run number to the device's signals.
 
-    With pipelined runs (`is_pipelined`) and pushed sums, all devices then pass a barrier: the last pushed sum may still
-    be read.
+    In pipelined runs (`is_pipelined`) with pushed sums, a barrier of all devices follows. Without it, the run could
+    overwrite a sum of the previous run that another device still reads.
     """
     own, mine = (
         group.signal_pad_address + 8 * (FIRST_MEMBER_WORD + WORDS_PER_MEMBER * group.rank + RUN_NUMBER_WORD),
@@ -153,9 +155,9 @@ def launch_run_begin(launches: LaunchBuilder, group: PeerGroup, *, is_pipelined:
 def launch_progress_mark(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, *, has_results: int
 ) -> None:
-    """Launch a progress mark for the host: the device is at a collective, or has its results.
+    """Launch a kernel that tells the host how far the device is: at a collective, or past it.
 
-    `read_progress_mark` reads the mark from the signal pad.
+    The mark is on the signal pad, and `read_progress_mark` reads it.
 
     Args:
         launches: Receives the launch.
@@ -170,7 +172,7 @@ def launch_progress_mark(
 
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
-    """The progress of a device: its run number, its collective's number, and whether that collective has ended."""
+    """The progress of a device: its run number, the number of its last collective, and whether that has ended."""
 
     run: int
     sequence: int
@@ -219,7 +221,7 @@ def _make_group_fields(launches: LaunchBuilder, sequence: int, group: PeerGroup)
 
 
 def _pad_device_addresses(addresses: Iterable[int]) -> list[LaunchWord]:
-    """Pad a list of one address per device with zeros to `MAX_DEVICES` addresses."""
+    """Pad a list of addresses, one per device, with zeros to `MAX_DEVICES` addresses."""
     words: list[LaunchWord] = list(addresses)
     return words + [0] * (MAX_DEVICES - len(words))
 
@@ -252,19 +254,19 @@ def _bind_all_reduce(launches: LaunchBuilder, call: BoundInstruction, group: Pee
 
 
 def uses_pushed_all_reduce(call: BoundInstruction, devices: int) -> bool:
-    """Return whether a collective is an `all_reduce` of small operands, in which devices push their partial sums."""
+    """Return whether a collective is an `all_reduce` so small that devices push their partial sums to the others."""
     return call.op == "all_reduce" and devices * _compute_inbox_slot_bytes(call.out) <= MAX_PUSHED_BYTES
 
 
 def _compute_inbox_slot_bytes(x: Operand) -> int:
-    """Compute the bytes that the partial sum of one device occupies in an inbox."""
+    """Return the bytes that the partial sum of one device needs in an inbox."""
     return count_blocks(x.tensor.spec.nbytes, VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _launch_pushed_all_reduce(
     launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup, words: list[LaunchWord]
 ) -> None:
-    """Launch an `all_reduce` in which each device pushes its partial sum into the inboxes of all others."""
+    """Launch an `all_reduce` in which each device writes its partial sum into the inboxes of all other devices."""
     out = call.out
     inboxes = _pad_device_addresses(p.inbox + group.inbox_half * MAX_PUSHED_BYTES for p in group.peers)
     count, slot = math.prod(out.shape), _compute_inbox_slot_bytes(out) // out.dtype.storage.itemsize
@@ -282,7 +284,7 @@ def _launch_sliced_all_reduce(
     group: PeerGroup,
     words: list[LaunchWord],
 ) -> None:
-    """Launch an `all_reduce` in which each device sums one slice and writes it to all others, between two barriers."""
+    """Launch an `all_reduce` between two barriers: each device sums one slice and writes the sum to all devices."""
     grid = min(MAX_BLOCKS, count_blocks(count_blocks(nbytes, VECTOR_BYTES * len(group.peers)), COLLECTIVE_THREADS))
     launches.add_launch(SOURCE["meet_all"], 1, 32, [*words, 0])
     launches.add_launch(SOURCE[f"sum_parts<{dtype}>"], grid, COLLECTIVE_THREADS, summing)
@@ -315,7 +317,7 @@ def launch_bfloat16_rounding(launches: LaunchBuilder, x: Operand, rounded: Launc
 
 
 def launch_bfloat16_widening(launches: LaunchBuilder, rounded: LaunchWord, out: Operand, group: PeerGroup) -> None:
-    """Launch the widening of bfloat16 values to float32, which is skipped if the run has failed.
+    """Launch the conversion of bfloat16 values to float32. The kernel does nothing if the run has failed.
 
     Args:
         launches: Receives the launch.
@@ -338,10 +340,10 @@ def _has_one_dtype(collectives: Iterable[CollectiveOperands]) -> bool:
 def _make_slice_read_binder(
     list_slices: Callable[[BoundInstruction], Iterable[tuple[Index, list[tuple[int, Index]]]]],
 ) -> CollectiveBinder:
-    """Return the binder of a collective in which each device reads slices of other devices' operands, and sums them.
+    """Return the binder of a collective in which each device reads and sums slices of other devices' operands.
 
     Args:
-        list_slices: Returns pairs: a slice of the result, and its partial sums as (device, operand slice).
+        list_slices: Returns pairs: a slice of the result, and its addends as (device, operand slice) pairs.
     """
 
     def bind(launches: LaunchBuilder, call: BoundInstruction, group: PeerGroup) -> None:
@@ -361,7 +363,7 @@ def _make_slice_read_binder(
 
 
 def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operand, group: PeerGroup) -> None:
-    """Launch a sum of operands in the memory of any devices; a single operand is copied.
+    """Launch a sum of operands that may be in the memory of other devices; a single operand is only copied.
 
     Args:
         launches: Receives the launch.
@@ -389,7 +391,7 @@ def launch_peer_sum(launches: LaunchBuilder, sources: list[Operand], out: Operan
 
 
 def slice_operand(x: Operand, index: Index) -> Operand:
-    """Slice an operand by an index of slices, one for each axis."""
+    """Return the view of an operand that an index selects; the index has one slice for each axis."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.slice_axis(axis, along.start, along.stop - along.start)
@@ -397,12 +399,12 @@ def slice_operand(x: Operand, index: Index) -> Operand:
 
 
 def _list_gathered_slices(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the slices that a device gathers: a slice of the result, a device, and a slice of that device's operand."""
+    """List the slices that a device gathers, as (result slice, [(other device, slice of that device's operand)])."""
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
 def _list_reduce_scatter_slices(call: BoundInstruction) -> list[tuple[Index, list[tuple[int, Index]]]]:
-    """List the result slices of a `reduce_scatter`, each with its partial sums on all devices."""
+    """List the slices of the result of a `reduce_scatter`, each with its addends: (device, operand slice) pairs."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
@@ -428,9 +430,9 @@ def _bind_receive(launches: LaunchBuilder, call: BoundInstruction, group: PeerGr
 
 
 def _has_copy_kernel(sent: Operand) -> bool:
-    """Return whether there is a kernel that copies the operand `sent`: its dtype and size are supported.
+    """Return whether a kernel can copy the operand `sent`, which depends on its dtype and size.
 
-    Sender and receiver both test the sent operand, so their results are equal.
+    Sender and receiver test the same operand, so they get the same answer.
     """
     return sent.dtype in COLLECTIVE_TYPE_NAMES and math.prod(sent.shape) < MAX_ELEMENTS
 

@@ -26,24 +26,24 @@ ScalarReader = Callable[[BoundInstruction], Sequence[float]]
 
 
 def _make_attribute_reader(*names: str) -> ScalarReader:
-    """Return a function that reads these attributes of an instruction as scalar arguments of a kernel."""
+    """Return a function that reads the attributes `names` of an instruction, as scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
 def _read_scale_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Read factor and bias of a `scale` instruction. A missing bias is -0.0, which preserves the sign of zeros."""
+    """Return the factor and the bias of a `scale` instruction; a missing bias is -0.0, which keeps the sign of -0.0."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
 def _compute_xielu_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Compute the scalars n, p, beta and eps of the xIELU activation from its attributes."""
+    """Compute the four scalar arguments of the xIELU kernel (n, p, beta and eps) from the attributes."""
     alpha_n, alpha_p, beta, eps = _make_attribute_reader("alpha_n", "alpha_p", "beta", "eps")(call)
     softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
     return beta + softplus[0], softplus[1], beta, eps
 
 
 def _read_clamped_swiglu_scalars(call: BoundInstruction) -> Sequence[float]:
-    """Read the scalars `alpha` and `limit` of a clamped SwiGLU; an attribute that the op does not have is 1."""
+    """Return the attributes `alpha` and `limit` of a clamped SwiGLU as scalars; 1 for an attribute that is missing."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
@@ -128,20 +128,20 @@ def launch_elementwise(
 
 
 def count_elementwise_blocks(count: int) -> int:
-    """Count the thread blocks of an elementwise launch over `count` elements.
+    """Return the number of thread blocks of an elementwise launch over `count` elements.
 
-    ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
+    The kernel loop ``each_element`` in ``elements.cuh`` derives the elements per thread from this number.
     """
     return count_blocks(count, ELEMENTWISE_THREADS * (ELEMENTS_PER_THREAD if count > MIN_MULTI_ELEMENT_COUNT else 1))
 
 
 def as_float(launches: LaunchBuilder, x: Operand) -> Operand:
-    """Return `x` as float32: `x` itself, or a converted copy in scratch memory."""
+    """Return `x` itself if it is float32, else a copy in scratch memory that is converted to float32."""
     return packed.dequantise_weight(launches, x) if x.dtype in PLANE_LAYOUTS else as_type(launches, x, DType.F32)
 
 
 def as_type(launches: LaunchBuilder, x: Operand, dtype: DType) -> Operand:
-    """Return `x` in a dtype: `x` itself, or a converted copy in scratch memory."""
+    """Return `x` itself if it has this dtype, else a converted copy in scratch memory."""
     if x.dtype is dtype:
         return x
     require_supported(
@@ -159,7 +159,7 @@ def launch_cast(launches: LaunchBuilder, x: Operand, out: Operand, rounding: DTy
         launches: Receives the launch.
         x: The operand.
         out: The result.
-        rounding: A 16-bit dtype to which values are rounded first, or `None`.
+        rounding: A 16-bit dtype to which values are rounded before the conversion, or `None`.
 
     Raises:
         NoKernelError: No kernel converts between these dtypes.
@@ -238,10 +238,10 @@ def _bind_cast(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _match_activation_product(
     launches: LaunchBuilder, flow: Dataflow, number: int
 ) -> tuple[Operand, Operand, BoundInstruction, Sequence[int]]:
-    """Match an activation and the product that has its result as one factor.
+    """Match an activation and the multiplication that has the activated value as one factor.
 
     Returns:
-        The operand of the activation, the other factor, the product, and the indices of both instructions.
+        The operand of the activation, the other factor, the multiplication, and the indices of both instructions.
     """
     product = flow.require_readers(number)[0]
     index = 1 if flow.is_operand_of(number, product, 1) else 0

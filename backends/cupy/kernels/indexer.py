@@ -30,14 +30,14 @@ SOURCES = (SOURCE,)
 
 
 def drop_axes(x: Operand, *axes: int) -> Operand:
-    """Drop axes of `x`: return a view at index 0 of each of these axes."""
+    """Return a view of `x` without these axes, at index 0 of each of them."""
     gone = {a % len(x.shape) for a in axes}
     remaining = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
     return _with_axes(x, remaining)
 
 
 def insert_repeated_axis(x: Operand, axis: int) -> Operand:
-    """Insert an axis of stride 0 into `x`, along which kernels repeat the operand."""
+    """Return a view of `x` with a new axis of stride 0 at position `axis`, along which the operand is repeated."""
     axes = list(zip(x.shape, x.strides, strict=True))
     axes.insert(len(axes) + 1 + axis if axis < 0 else axis, (1, 0))
     return _with_axes(x, axes)

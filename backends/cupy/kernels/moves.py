@@ -80,8 +80,8 @@ def _launch_shifted_copy(
         launches: Receives the launch.
         x: The operand.
         out: The result.
-        shifts: For each axis, the index in `out` of index 0 of `x`.
-        pad_mode: Values outside of `x`: `PAD_ZEROS`, `PAD_CIRCULAR` or `PAD_REFLECT`.
+        shifts: For each axis, the index in `out` to which index 0 of `x` goes.
+        pad_mode: The values where `x` has no element: `PAD_ZEROS`, `PAD_CIRCULAR` or `PAD_REFLECT`.
     """
     if x.dtype is not out.dtype:
         x = as_float(launches, x)
@@ -113,7 +113,10 @@ def _bind_pad_reflect(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _slice_result_region(call: BoundInstruction) -> Operand:
-    """Slice the result's region that begins at attribute `offsets` and has the shape of the second operand."""
+    """Return a view of the region of the result into which an instruction writes its second operand.
+
+    The region begins at the attribute `offsets` and has the shape of the second operand.
+    """
     region = call.out
     for axis, (start, n) in enumerate(
         zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
@@ -123,7 +126,7 @@ def _slice_result_region(call: BoundInstruction) -> Operand:
 
 
 def copy_unless_in_place(launches: LaunchBuilder, x: Operand, out: Operand) -> None:
-    """Launch a copy of `x` to `out`, unless both are the same memory."""
+    """Launch a copy of `x` to `out`; launch nothing if both are the same memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 

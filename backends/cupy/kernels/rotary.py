@@ -45,8 +45,10 @@ SOURCES = (SOURCE,)
 class RopeOperands:
     """The positions and frequencies of a RoPE instruction.
 
-    `positions` has the positions of each token, `step` elements apart if a token has several. `plane` selects one of
-    them for each pair of columns; `inverse` has the frequencies of the pairs. Results are multiplied by `magnitude`.
+    - `positions`: the positions of each token, `step` elements apart if a token has several.
+    - `plane`: for each pair of columns, the index of the position to use.
+    - `inverse`: the frequency of each pair of columns.
+    - `magnitude`: the factor of the results.
     """
 
     positions: Operand
@@ -57,7 +59,7 @@ class RopeOperands:
 
     @classmethod
     def from_instruction(cls, call: BoundInstruction) -> RopeOperands:
-        """Read positions and frequencies of a `rope` or `rope_multi` instruction."""
+        """Return the positions and frequencies of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
             inverse, magnitude = compute_rope_frequencies(n_dims // 2, call.attrs)
@@ -101,7 +103,7 @@ class RopeOperands:
 
     @property
     def positions_per_head(self) -> Operand:
-        """A view of the positions, repeated for all heads."""
+        """A view of the positions with a repeated axis for the heads."""
         tensor = self.positions.tensor
         return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
 
@@ -143,7 +145,7 @@ def _bind_rope(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _copy_unrotated_columns(
     launches: LaunchBuilder, x: Operand, out: Operand, offset: int, rotated_columns: int
 ) -> None:
-    """Copy the columns that RoPE does not rotate, unless the result is in place.
+    """Copy the columns that RoPE does not rotate; copy nothing if the result is in place.
 
     Args:
         launches: Receives the launches.
@@ -191,10 +193,10 @@ MAX_SHARED_COLUMNS = 8192
 
 @dataclass(frozen=True, slots=True)
 class _HeadPattern:
-    """The fused pattern of attention heads, as instruction indices; an absent instruction is `None`.
+    """The indices of the instructions of a head pattern: operations on attention heads that one kernel computes.
 
-    The instructions are: RMS norm, multiplication by a weight vector, RoPE, store into a KV cache, and the save of the
-    old cache row for a rollback.
+    In order, they are RMS norm, multiplication by a weight vector, RoPE, and store into a KV cache. The last one saves
+    the old cache row for a rollback. An absent instruction is `None`.
     """
 
     norm: int | None = None
@@ -211,7 +213,7 @@ class _HeadPattern:
 
 
 def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | None, int | None]:
-    """Find the instruction that stores a result in a KV cache, and the instruction that saves the old row.
+    """Find the instruction that stores a result in a KV cache, and the instruction that saves the overwritten row.
 
     Returns:
         Both indices. The second is `None` without a save; both are `None` without a store.
@@ -227,7 +229,7 @@ def _find_cache_store_and_row_save(flow: Dataflow, number: int) -> tuple[int | N
 
 
 def _find_cache_row_save(flow: Dataflow, store: int) -> int | None:
-    """Find the instruction that saves the cache row which `store` overwrites; return `None` if there is none."""
+    """Return the index of the instruction that saves the cache row which `store` overwrites; `None` without one."""
     save = flow.find_state_save(flow.bound_instruction(store).operand(0), store)
     return (
         save
@@ -237,9 +239,9 @@ def _find_cache_row_save(flow: Dataflow, store: int) -> int | None:
 
 
 def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction) -> bool:
-    """Return whether `save` copies the old cache row that `store` overwrites.
+    """Return whether `save` copies the old cache row that `store` then overwrites.
 
-    Only a single row qualifies: two of several rows may be the same.
+    The answer is no for stores of several rows, because two of them may be the same row.
     """
     ids, there = store.operand(2), save.optional_operand(1)
     same = there is not None and has_same_elements(there, ids) and has_same_elements(save.operand(0), store.operand(0))
@@ -248,9 +250,9 @@ def _is_save_of_overwritten_row(save: BoundInstruction, store: BoundInstruction)
 
 @dataclass(frozen=True, slots=True)
 class _HeadLaunch:
-    """The data of a launch for a head pattern, with one block per row of x.
+    """The data of a launch for a head pattern, which has one thread block per row of x.
 
-    `words` are the fields of the C struct `Head`. The operands are listed for alias checks.
+    `words` are the fields of the C struct `Head`. The operands are stored for the check that they do not overlap.
     """
 
     dtype: DType
@@ -262,7 +264,7 @@ class _HeadLaunch:
 
 
 def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> _HeadLaunch:
-    """Build the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
+    """Return the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {
         name: flow.bound_instruction(n) for name in _HeadPattern.__slots__ if (n := getattr(chain, name)) is not None
     }
@@ -333,13 +335,13 @@ def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPa
 
 
 def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
-    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE; a cache store may follow."""
+    """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
     chain = match_normed_rope(flow, first)
     return _HeadPattern(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
 def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse RMS norm, multiplication and RoPE of heads, and the store into a KV cache if there is one."""
+    """Fuse RMS norm, multiplication by a weight vector and RoPE of heads, and a following store into a KV cache."""
     return _launch_head_pattern(launches, flow, _match_normed_head(flow, first))
 
 
@@ -351,7 +353,7 @@ def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: i
 
 
 def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
-    """Match the head pattern that ends in the cache store `store`, with or without norm and RoPE."""
+    """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
@@ -367,7 +369,10 @@ def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
 
 
 def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse the head patterns of an attention into one launch: queries, and the cache stores of keys and values."""
+    """Fuse all head patterns of an attention into one launch: for queries, and for the cache stores of keys and values.
+
+    A head pattern is a chain of RMS norm, RoPE and cache store; see `_HeadPattern`.
+    """
     query = (
         _match_normed_head(flow, first) if flow.bound_instruction(first).op == "rms_norm" else _HeadPattern(rope=first)
     )
@@ -395,7 +400,7 @@ def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
 
 
 def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
-    """Fuse the save of an old cache row and the store of the new row."""
+    """Fuse the save of an old cache row for a rollback and the store of the new row over it."""
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
     require_supported(_is_save_of_overwritten_row(save, flow.bound_instruction(store)), "it saves no single row")

@@ -33,7 +33,7 @@ SOURCES = (SOURCE,)
 
 
 def choose_row_threads(columns: int) -> int:
-    """Choose the thread count of a block that processes one row of `columns` entries."""
+    """Choose the number of threads of a block that processes one row of `columns` entries."""
     return min(512, max(32, count_blocks(columns, 4 * 32) * 32))
 
 
@@ -79,7 +79,16 @@ def _bind_rms_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 def _launch_scaled_rms_norm(
     launches: LaunchBuilder, x: Operand, y: Operand | None, scaled: BoundInstruction, norm: BoundInstruction, w: Operand
 ) -> None:
-    """Launch an RMS norm of x, or of x + y, times a weight vector `w`. The instruction `norm` reads the sum."""
+    """Launch an RMS norm of x, or of x + y, times a weight vector `w`.
+
+    Args:
+        launches: Receives the launch.
+        x: The first operand.
+        y: The second operand, or `None`.
+        scaled: The multiplication by `w`, with the result.
+        norm: The RMS norm. If there is a `y`, its operand receives the sum.
+        w: The weight vector.
+    """
     out = scaled.out
     total = None if y is None else norm.operand(0)
     require_supported(
@@ -117,7 +126,7 @@ def _fuse_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) 
 
 
 def _fuse_sum_and_scaled_rms_norm(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse a sum, its RMS norm and a scaling, ``rms_norm(x + y) * w``; the launch also writes the sum."""
+    """Fuse ``rms_norm(x + y) * w``: a sum, its RMS norm and a scaling. The launch also writes the sum."""
     norm, factor = match_scaled_norm(flow, flow.require_whole_result_reader(number, "rms_norm"))
     total, scaled = flow.bound_instruction(number), flow.bound_instruction(factor)
     require_supported(len(flow.require_readers(number)) > 1, "the sum has no other reader")
@@ -141,7 +150,7 @@ def _bind_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind a group norm, as rows of complete groups of channels and one row of the smaller last group."""
+    """Bind a group norm: one launch for all complete groups of channels, and one for a smaller last group."""
     x, out = as_float(launches, call.operand(0)), call.out
     require_supported(x.is_dense, "the channels of x are not dense")
     *leading, channels, height, width = x.shape
@@ -158,7 +167,14 @@ def _bind_group_norm(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _view_elements(x: Operand, skip: int, shape: Sequence[int], strides: Sequence[int]) -> Operand:
-    """Return a view of the elements of `x` from element `skip` on, with this shape and these strides."""
+    """Return a view of the elements of `x`.
+
+    Args:
+        x: The operand.
+        skip: The number of elements before the view.
+        shape: The shape of the view.
+        strides: The strides of the view, in elements.
+    """
     at = skip * x.dtype.storage.itemsize
     tensor = replace(x.tensor, offset=x.tensor.offset + at, shape=tuple(shape), strides=tuple(strides))
     return replace(x, address=x.address + at, tensor=tensor)
@@ -209,7 +225,7 @@ def _make_sum_rows_binder(factor: Callable[[int], float]) -> OpBinder:
 
 
 def _bind_sum(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind the sum of all elements in two steps, over rows and then over their sums, so that many blocks work."""
+    """Bind the sum of all elements in two steps, so that many blocks work: sums of rows, then the sum of these sums."""
     x, out = as_float(launches, call.operand(0)), call.out
     count = math.prod(x.shape)
     columns = max((n for n in range(1, math.isqrt(count) + 1) if count % n == 0), default=0)

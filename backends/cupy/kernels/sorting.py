@@ -28,9 +28,13 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class SortPass:
-    """One pass of a sort, which makes `runs` sorted runs of `items_per_run` items from each row of `columns` items.
+    """One pass of a sort over all rows, which either sorts parts of a row or merges pairs of sorted parts.
 
-    The pass sorts parts of `length` columns, or merges pairs of sorted runs of this length (`is_merge`).
+    - `columns`: the items of a row before the pass.
+    - `length`: the items of a part.
+    - `items_per_run`: the items of each sorted part after the pass.
+    - `runs`: the number of sorted parts of a row after the pass.
+    - `is_merge`: whether the pass merges.
     """
 
     columns: int
@@ -41,7 +45,7 @@ class SortPass:
 
 
 def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
-    """Yield the sort passes that find the first `count` items of the sorted row."""
+    """Yield the passes that sort rows of `columns` items, as far as needed for the first `count` sorted items."""
     sort_pass = _make_sort_pass(columns, 1, count)
     yield sort_pass
     while sort_pass.runs > 1:
@@ -54,13 +58,19 @@ def iterate_sort_passes(columns: int, count: int) -> Iterator[SortPass]:
 
 
 def _make_sort_pass(columns: int, unit: int, count: int) -> SortPass:
-    """Make a pass that sorts parts of a row in shared memory; each part has complete units of `unit` items."""
+    """Make a pass that sorts parts of a row in shared memory.
+
+    Args:
+        columns: The items of a row.
+        unit: The items of a sorted run of an earlier pass, else 1. A part has complete runs.
+        count: The number of sorted items that are needed.
+    """
     length = columns if columns <= MAX_SINGLE_BLOCK_ITEMS else ITEMS_PER_BLOCK // unit * unit
     return SortPass(columns, length, min(count, length), count_blocks(columns, length), is_merge=False)
 
 
 def _launch_argsort(launches: LaunchBuilder, x: Operand, out: Operand, count: int, *, descending: bool) -> None:
-    """Launch the passes that write the column indices of the first `count` entries of each sorted row."""
+    """Launch an argsort of each row: write the column indices of the first `count` entries in sorted order."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     require_supported(x.is_dense, "rows that are sorted are not dense")
     require_supported(columns < 2**31, f"rows of {columns} entries are too long")

@@ -35,6 +35,8 @@ MISSING_ACCESS_PENALTY = 0.4
 def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
     """Estimate the number of warps that execute each basic block of a kernel in one launch.
 
+    The numbers are fitted to the accesses that the emulator counted.
+
     Args:
         blocks: Basic blocks of the kernel; the first one is the entry.
         sites: Counted accesses of the launch.
@@ -75,10 +77,11 @@ def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[Acce
 def _build_access_equations(
     blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
 ) -> list[tuple[dict[int, float], float]]:
-    """Build one equation for each group of equivalent locations: the accesses of each block, and the counted ones.
+    """Build linear equations whose unknowns are the numbers of warps that execute each basic block.
 
-    The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
-    has no equation.
+    There is one equation for each group of equivalent locations. Its left side is the accesses of each block, by block
+    index. Its right side is the counted accesses. The unit is an access of the largest width that was counted in the
+    group. A group that only one compiler knows has no equation.
     """
     there, counted = _sum_bytes_by_location_and_block(blocks, reached), _sum_counted_bytes_by_location(sites)
     known = []
@@ -96,7 +99,7 @@ def _build_access_equations(
 def _group_equivalent_locations(
     places: Iterable[AccessLocation], conflicts: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
-    """Group access locations that may be the same one.
+    """Group access locations of two compilers that may be the same access in the source.
 
     Two locations are joined if one has only the inner frames of the other. Each compiler omits outer frames of lambdas
     and of moved code. The locations of each list in `conflicts` are joined too.
@@ -115,9 +118,9 @@ def _group_equivalent_locations(
 
 
 def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
-    """Find the locations of a block that share one inlined function of the prelude; yield a list for each function.
+    """Yield lists of locations that may be confused: those of one basic block inside of the same inlined function.
 
-    NVRTC records some of these accesses at the place where another call of the function was inlined.
+    NVRTC records some accesses of an inlined function of the prelude at the place of another call of the function.
     """
     for number in reached:
         through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
@@ -128,7 +131,7 @@ def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int
 
 
 def _without_prelude_frames(place: AccessLocation) -> AccessLocation:
-    """Return an access location without its frames in prelude files."""
+    """Return an access location without its frames in the prelude, the headers that all kernels share."""
     return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
 
@@ -146,7 +149,7 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
 def _sum_bytes_by_location_and_block(
     blocks: Sequence[BasicBlock], reached: Iterable[int]
 ) -> dict[AccessLocation, dict[int, float]]:
-    """Sum the bytes per warp lane that each reachable block moves, by location and block index."""
+    """Sum the bytes per warp lane that each reachable block loads or stores, by access location and block index."""
     there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():
@@ -156,7 +159,7 @@ def _sum_bytes_by_location_and_block(
 
 
 def _sum_counted_bytes_by_location(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
-    """Sum the counted bytes per warp lane of all warps, by location; also return the bytes of the widest access."""
+    """Return for each location the counted bytes per warp lane of all warps, and the bytes of the widest access."""
     counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:
         at = AccessLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)

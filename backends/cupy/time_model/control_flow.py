@@ -42,7 +42,10 @@ _COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class AccessLocation:
-    """A source line with its inlined frames, and a kind of access: shared or global memory, store or load."""
+    """The place of a memory access: its source line, the inlined frames around it, and the kind of access.
+
+    A kind is a store or a load, in shared or global memory.
+    """
 
     frames: Frames
     is_shared: bool
@@ -54,7 +57,7 @@ ASYNC_COPIES = -1
 
 
 class MemoryDependence(NamedTuple):
-    """The registers that one instruction loads from global memory, and the registers that it uses.
+    """The global-memory registers of one instruction: those that it loads, and those that it uses.
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
     """
@@ -75,7 +78,8 @@ class BasicBlock:
     Attributes:
         instruction_count: Instructions, called functions included.
         access_bytes: Bytes per warp lane, by location.
-        products: Tensor core products, by kind and shape: ``("HMMA", "16816")``, ``("HGMMA", "64x256x16")``.
+        products: The number of tensor-core products, by opcode and shape: ``("HMMA", "16816")``, ``("HGMMA",
+            "64x256x16")``.
         dependences: Loads from global memory and uses of registers, in order.
         successors: Indices of the blocks that may follow; -1 is the end of the kernel.
     """
@@ -105,7 +109,7 @@ class _Instruction:
 
 
 def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
-    """Parse the disassembly of a kernel: return its instructions, and the instruction index of each label."""
+    """Parse the disassembly of a kernel: return its instructions, and for each label the index of its instruction."""
     ops: list[_Instruction] = []
     labels: dict[str, int] = {}
     frames: list[str] = []
@@ -147,23 +151,26 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
 
 
 def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int:
-    """Count the instructions of a called function from index `start` to its return. One call may run fewer."""
+    """Return the number of instructions of a called function, from index `start` to its return.
+
+    It is an upper limit for one call, which may skip some of them.
+    """
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 
 
 def _find_called_function_label(op: _Instruction) -> str:
-    """Find the label of the function that an instruction calls; return "" for other instructions.
+    """Return the label of the function that an instruction calls; "" for all other instructions.
 
-    A call of a local label is a branch.
+    A call of a local label counts as a branch, not as a function call.
     """
     to = _TARGET.search(op.operands) if op.op.startswith("CALL") else None
     return to[1] if to and to[1].startswith("$") else ""
 
 
 def _is_block_end(op: _Instruction) -> bool:
-    """Return whether an instruction is the end of a basic block.
+    """Return whether an instruction ends a basic block, because it branches or returns.
 
-    BRA.DIV is none: it branches only if the lanes of a warp have diverged, and they never have.
+    BRA.DIV does not count: it branches only if the lanes of a warp have diverged, and they never have.
     """
     if op.op.startswith("CALL"):
         return not _find_called_function_label(op)
@@ -171,7 +178,13 @@ def _is_block_end(op: _Instruction) -> bool:
 
 
 def _find_successor_instructions(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
-    """Find the indices of the instructions that may follow the last instruction of a block; -1 is the end."""
+    """Yield the indices of the instructions that may follow a block; -1 is the end of the kernel.
+
+    Args:
+        last: The last instruction of the block.
+        end: The index after that instruction.
+        labels: The instruction index of each label.
+    """
     if not _is_block_end(last):
         yield end
         return
@@ -211,16 +224,20 @@ def _add_instruction(
 
 
 def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
-    """Compute the bytes per warp lane that a warpgroup product such as 64x256x16 loads from shared memory.
+    """Return the bytes per warp lane that a warpgroup product loads from shared memory.
 
-    The four warps of the group share the operands. `in_registers`: the rows are in registers and are not loaded.
+    The four warps of the group share the operands.
+
+    Args:
+        shape: The shape of the product, such as ``64x256x16``.
+        in_registers: Whether the rows are in registers, so that only the columns are loaded.
     """
     rows, columns, terms = map(int, shape.split("x"))
     return ((0 if in_registers else rows) + columns) * terms * 2 // 128
 
 
 def _find_memory_dependence(op: _Instruction) -> MemoryDependence | None:
-    """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
+    """Return the registers that an instruction loads from global memory and those that it uses; `None` if none."""
     if op.op.startswith("LDGSTS"):
         return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
     if pending := _COPY_WAIT.match(op.op + op.operands):

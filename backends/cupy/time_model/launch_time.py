@@ -44,15 +44,17 @@ WARPGROUP_CYCLES = 5
 class GpuModel:
     """The performance model of a kind of GPU: the properties that limit launches.
 
+    A product in the attributes is one matrix product of a warp, given by its three sizes, such as 16 x 8 x 16.
+
     Attributes:
         arch: Architecture of its machine code, such as ``sm_90a``.
         multiprocessor_count: Multiprocessors.
         clock_hz: Clock under load.
         memory_bandwidth: Bytes/s of global memory, from the data sheet.
         cache_bandwidth: Bytes/s of the L2 cache.
-        cycles_per_16bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 16 16-bit numbers.
-        cycles_per_8bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 32 bytes.
-        cycles_per_warpgroup_product: Cycles for 16 x 8 x 16 16-bit numbers of a warpgroup product.
+        cycles_per_16bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 16 with 16-bit numbers.
+        cycles_per_8bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 32 with bytes.
+        cycles_per_warpgroup_product: Cycles for each 16 x 8 x 16 part of a warpgroup product with 16-bit numbers.
     """
 
     arch: str
@@ -88,7 +90,9 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
-    """The work of one launch: its blocks, instructions, products and memory traffic.
+    """The work of one launch: its blocks, instructions, matrix products and memory traffic.
+
+    A product is a matrix product of one warp, given by its three sizes.
 
     Attributes:
         block_count: Thread blocks.
@@ -96,13 +100,13 @@ class LaunchWork:
         thread_registers: Registers per thread.
         block_shared_bytes: Bytes of shared memory per block.
         warp_instructions: Instructions of all warps.
-        products_16bit: Products of 16 x 8 x 16 16-bit numbers, of all warps.
-        warpgroup_products: Products of warpgroups, of all warps, in units of 16 x 8 x 16 16-bit numbers.
-        products_8bit: Products of 16 x 8 x 32 bytes, of all warps.
+        products_16bit: Products of 16 x 8 x 16 with 16-bit numbers, of all warps.
+        warpgroup_products: Warpgroup products with 16-bit numbers, of all warps, counted in parts of 16 x 8 x 16.
+        products_8bit: Products of 16 x 8 x 32 with bytes, of all warps.
         wavefronts: Wavefronts of shared memory, of all blocks.
         cache_bytes: Bytes of the sectors that all blocks request from the L2 cache.
         memory_bytes: Bytes of the distinct sectors in global memory.
-        dependent_loads: Waits of one warp for global memory, one after the other.
+        dependent_loads: How often one warp waits for global memory.
     """
 
     block_count: int
@@ -119,7 +123,7 @@ class LaunchWork:
     dependent_loads: float
 
     def multiply(self, blocks: float, each: float = 1.0) -> LaunchWork:
-        """Multiply the work: `blocks` times the number of thread blocks, and `each` times the work of a block."""
+        """Return the work of a launch with `blocks` times as many thread blocks, each with `each` times the work."""
         by = blocks * each
         return LaunchWork(
             round(self.block_count * blocks),
@@ -137,7 +141,12 @@ class LaunchWork:
         )
 
     def extrapolate(self, longer: LaunchWork, times: float) -> LaunchWork:
-        """Extrapolate linearly: this work plus `times` the difference between a longer launch and this one."""
+        """Return the work of another launch by linear extrapolation from this launch and a longer one.
+
+        Args:
+            longer: The work of the longer launch.
+            times: The factor of the difference between the two launches, which is added to this work.
+        """
 
         def extend(here: float, there: float) -> float:
             return here + times * (there - here)
@@ -160,7 +169,7 @@ class LaunchWork:
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """The predicted time of a launch, by resource.
+    """The predicted time of a launch, for each resource of the GPU such as memory or tensor cores.
 
     Attributes:
         resource_seconds: Seconds that each resource would need alone, by the name of the resource.
@@ -172,7 +181,7 @@ class LaunchTime:
 
     @property
     def limiting_resource(self) -> str:
-        """The name of the resource that limits the launch: it needs the longest time."""
+        """The name of the resource that limits the launch: the one that needs the longest time."""
         return max(self.resource_seconds, key=lambda part: self.resource_seconds[part])
 
     @property
@@ -182,7 +191,7 @@ class LaunchTime:
 
 
 def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
-    """Estimate the time of a launch on a GPU, without the gap between two launches.
+    """Estimate the time that a launch takes on a GPU, without the gap to the next launch.
 
     Args:
         work: Work of the launch.

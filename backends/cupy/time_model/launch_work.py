@@ -20,7 +20,7 @@ LINE_INFO_OPTION = "-lineinfo"
 
 
 def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
-    """Estimate the work of a launch on a GPU from access counters and machine code.
+    """Estimate the work of a launch on a GPU, from memory accesses in the emulator and from the machine code.
 
     Args:
         counted: Access counters of the launch in the emulator.
@@ -56,22 +56,28 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
 
 
 def _count_multiplications_per_warp(shape: str) -> float:
-    """Count the multiplications of a matrix product per warp: 16816 is 16 x 8 x 16; four warps share 64x256x16."""
+    """Return the number of scalar multiplications that one warp does in a tensor-core product of shape `shape`.
+
+    Args:
+        shape: The shape in the opcode. ``64x256x16`` is a warpgroup product, which four warps share equally. ``16816``
+            is a product of one warp: the digits ``16``, ``8`` and ``16`` are its three sizes.
+    """
     if "x" in shape:
         return math.prod(map(int, shape.split("x"))) / 4
     return 16 * 8 * int(shape.removeprefix("168"))
 
 
 def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> float:
-    """Count the waits of all warps for loads from global memory.
+    """Count how often all warps of a launch wait for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
-    The set of pending registers is propagated along the control flow until it no longer grows. Blocks with 0
-    executions add no loads.
+
+    This is a dataflow analysis. The set of registers with pending loads is propagated along the control flow until it
+    no longer grows. Blocks that were never executed add no loads.
 
     Args:
         blocks: Basic blocks of the kernel.
-        ran: Warp executions of each block.
+        ran: The number of warps that execute each block.
     """
     pending_at_entry: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)
@@ -95,7 +101,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 def _compile_with_line_info(
     source: KernelSource, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.KernelResources]]:
-    """Compile a source with line information; return basic blocks and resources of each kernel, by its C++ name."""
+    """Compile a source with line information; return the basic blocks and the resources of each kernel, by C++ name."""
     cubin = nvrtc.compile(source, arch, (*nvrtc.OPTIONS, LINE_INFO_OPTION))
     code = build_control_flow_graphs(cubin.image)
     return {name: code[low] for name, low in cubin.mangled_names.items()}, cubin.resources

@@ -57,8 +57,8 @@ MAX_VALUE_COLUMNS = 512
 class AttentionShape:
     """The sizes of an attention instruction.
 
-    `heads_per_key_head` query heads share one of `key_heads` key heads. `key_count` keys have `key_columns` columns,
-    and values have `value_columns`. The mask has `mask_heads` heads.
+    `heads_per_key_head` query heads share one of `key_heads` key heads. There are `key_count` keys of `key_columns`
+    columns, and as many values of `value_columns` columns. The mask has `mask_heads` heads.
     """
 
     batch: int
@@ -81,7 +81,7 @@ class AttentionShape:
         return self.heads_per_key_head * self.key_heads
 
     def choose_key_splits(self, row_blocks: int, keys_per_step: int, target_blocks: int = TARGET_BLOCKS) -> int:
-        """Choose the number of splits of the keys, which thread blocks process at the same time.
+        """Choose into how many parts the keys are split; thread blocks process the parts at the same time.
 
         Args:
             row_blocks: Blocks along the query rows.
@@ -92,7 +92,7 @@ class AttentionShape:
         return max(1, min(MAX_KEY_SPLITS, splits, count_blocks(self.key_count, keys_per_step)))
 
     def choose_balanced_key_splits(self, row_blocks: int, keys_per_step: int) -> int:
-        """Choose the number of splits of the keys that leaves the fewest multiprocessors idle at the end.
+        """Choose the number of key splits that leaves the fewest multiprocessors idle at the end.
 
         The smallest candidate gives each multiprocessor two blocks. The largest has twice as many splits.
         """
@@ -110,9 +110,9 @@ class AttentionShape:
 
 
 def find_attention_rounding_error(q: Sequence[int], k: Spec, v: Spec) -> float | None:
-    """Find the relative error of rounding queries and weights to a 16-bit cache dtype; `None` without rounding.
+    """Return the relative error of attention that rounds queries and weights to a 16-bit cache dtype; `None` if exact.
 
-    Only variants for many rows round them.
+    Only variants for many query rows round them.
 
     Args:
         q: Shape of the queries [..., tokens, heads, columns].
@@ -157,7 +157,7 @@ def _bind_attention(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _add_mask_head_axis(mask: Operand) -> Operand:
-    """Add a head axis of size 1 to a mask [..., t, s]: return [..., t, 1, s]."""
+    """Return a view of a mask [..., t, s] with a head axis of size 1: [..., t, 1, s]."""
     t = mask.tensor
     return replace(
         mask,
@@ -173,7 +173,7 @@ def _swap_axes(x: Operand, one: int, other: int) -> Operand:
 
 
 def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Iterator[AttentionOperands]:
-    """Yield batches of the operands, each with one leading axis; there are several if the leading axes do not merge."""
+    """Yield the operands in batches that have at most one leading axis; several if the leading axes cannot merge."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
     axes = build_iteration_axes(leading, heads)
@@ -192,7 +192,7 @@ def _iterate_batches(leading: Sequence[int], operands: AttentionOperands) -> Ite
 
 
 def _slice_batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
-    """Slice one batch of an operand: `count` entries that are `step` elements apart, after `skipped` elements."""
+    """Return a view of one batch of `x`: `count` entries, `step` elements apart, after `skipped` elements."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
@@ -204,12 +204,12 @@ def _make_view_fields(x: Operand | None) -> list[LaunchWord]:
 
 
 def _compute_broadcast_strides(x: Operand) -> list[int]:
-    """Compute the strides of an operand for broadcasting: 0 along axes with one entry."""
+    """Return the strides of an operand for broadcasting: its strides, but 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
 def _is_vector_loadable(x: Operand, columns: int) -> bool:
-    """Return whether `columns` adjacent columns of any row can be loaded by one vector load."""
+    """Return whether `columns` adjacent columns of any row can be loaded at once by a vector load."""
     *steps, last = _compute_broadcast_strides(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
@@ -238,7 +238,7 @@ class _SplitKeysValues:
 
 
 class _AttentionBinder:
-    """Binds one attention instruction: adds its launches to a launch builder."""
+    """Adds the launches of one attention instruction to a launch builder."""
 
     def __init__(
         self, launches: LaunchBuilder, call: BoundInstruction, shape: AttentionShape, sinks: Operand | None
@@ -261,7 +261,7 @@ class _AttentionBinder:
         self._trailing_words: list[LaunchWord] = [scale / (cap or 1.0), cap]
 
     def add_attention_launches(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Add the launches of the attention: a tiled variant for many query rows, another variant for few rows."""
+        """Add the launches of the attention: a tiled variant if there are many query rows, else another variant."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED_SOURCES if has_warpgroups or not t.uses_warpgroups)
@@ -298,7 +298,7 @@ class _AttentionBinder:
         return [self.launches.allocate_scratch((count, s.value_columns)), self.launches.allocate_scratch((count, 2))]
 
     def _launch_combine_splits(self, batch: AttentionOperands, words: list[LaunchWord], splits: int) -> None:
-        """Launch the combination of the partial results of key splits, if there are several splits."""
+        """Launch the kernel that combines the partial results of all key splits; launch nothing for one split."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.query_heads
             few = count < 2 * TARGET_MULTIPROCESSORS
@@ -308,7 +308,7 @@ class _AttentionBinder:
             )
 
     def _launch_few_rows(self, operands: AttentionOperands, leading: Sequence[int]) -> None:
-        """Launch the best variant for few query rows, and the combination of the key splits."""
+        """Launch the fastest variant for few query rows, then the combination of the key splits."""
         s = self.shape
         cells = operands[1].dtype
         fitting = [f for f in FEW_ROWS_SOURCES if f.can_process(s.key_columns, s.value_columns, cells)]
@@ -414,7 +414,7 @@ class _AttentionBinder:
         return [tiles * groups if _compute_broadcast_strides(mask)[0] else 0, tiles if groups > 1 else 0]
 
     def _launch_split_into_halves(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
-        """Launch the split of keys or values into two halves and a scale per row.
+        """Launch the split of keys or values into two 16-bit halves and a scale per row.
 
         Args:
             x: The keys or values.

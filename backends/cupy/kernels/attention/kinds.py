@@ -19,10 +19,12 @@ TERMS_BY_DTYPE = {DType.F16: 2, DType.BF16: 3}
 
 @dataclass(frozen=True, slots=True)
 class FewRowsVariant:
-    """The kernel `attend_few`, for few query rows, with the sizes of keys and values that it supports.
+    """The kernel `attend_few`, for few query rows. The fields are the sizes of keys and values that it supports.
 
-    `lanes` warp lanes share a key. Each lane has `keys` groups of four columns of a key, and `values` groups of a
-    value. 0 groups mean any number of columns. `cells` is the dtype of the KV cache.
+    - `lanes`: warp lanes that share a key.
+    - `keys`: groups of four columns of a key that each lane has; 0 means any number of columns.
+    - `values`: groups of four columns of a value that each lane has.
+    - `cells`: the dtype of the KV cache.
     """
 
     lanes: int
@@ -36,7 +38,10 @@ class FewRowsVariant:
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
     def choose_rows_per_block(self, row_count: int) -> int:
-        """Choose the number of query rows that a block processes together, for `row_count` rows in all."""
+        """Choose the number of query rows that one block processes together.
+
+        It is the smallest possible number that covers all `row_count` rows, or the largest possible one.
+        """
         return next((r for r in self.row_counts_per_block if r >= row_count), self.row_counts_per_block[-1])
 
     def format_kernel_name(self, rows: int) -> str:
@@ -45,7 +50,7 @@ class FewRowsVariant:
         return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {CUDA_TYPE_NAMES[self.cells]}>"
 
     def make_source(self) -> KernelSource:
-        """Make the source with the kernels for all possible row counts."""
+        """Make the source with a kernel for each possible number of rows per block."""
         return KernelSource(
             "attention_few.cu", tuple(map(self.format_kernel_name, self.row_counts_per_block)), before=ATTENTION_HEADERS
         )
@@ -58,10 +63,10 @@ class FewRowsVariant:
 
 @dataclass(frozen=True, slots=True)
 class TiledVariant:
-    """The kernel `attend_tiles`, for many query rows, with keys of `size` and values of `width` columns at most.
+    """The kernel `attend_tiles`, for many query rows: it processes the keys in tiles of `tile` keys.
 
-    The kernel processes tiles of `tile` keys. Queries are in registers (`has_register_queries`) or in shared memory. No
-    block has more than 96 KiB of shared memory.
+    Keys have at most `size` columns, values at most `width` columns. Queries are in registers (`has_register_queries`)
+    or in shared memory. No block has more than 96 KiB of shared memory.
     """
 
     size: int
@@ -82,7 +87,7 @@ class TiledVariant:
 
     @property
     def visibility_tile_rows(self) -> int:
-        """The query rows of a tile in the visibility table: the table of tiles that the mask leaves visible."""
+        """The query rows of a tile in the visibility table, which marks the tiles that the mask leaves visible."""
         return max(TILE_ROWS, self.rows)
 
     @property
@@ -105,7 +110,7 @@ class TiledVariant:
 
 @dataclass(frozen=True, slots=True)
 class WideTiledVariant(TiledVariant):
-    """The kernel `attend_wide`, for long keys and values. Queries pass through shared memory before keys do."""
+    """The kernel `attend_wide`, for long keys and values. Queries use the shared memory before keys do."""
 
     rows: int = 32
     threads: int = 256
@@ -183,7 +188,7 @@ class WarpgroupVariant(PipelinedVariant):
 class FewRowsTensorCoreVariant:
     """The kernel `attend_cells`, for few query rows and 16-bit KV caches, on tensor cores.
 
-    Keys have at most `size` columns, values at most `width` columns. Their rows support vector loads.
+    Keys have at most `size` columns, values at most `width` columns. Their rows must be aligned for vector loads.
     """
 
     size: int

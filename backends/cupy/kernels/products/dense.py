@@ -52,9 +52,9 @@ def launch_gemv(
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route, each with one matrix of a weight.
+        entries: Number of routed rows, each of which reads one matrix of a weight, such as one expert.
         tokens: Rows of x for each entry, at most 4.
-        route: The fields of the routing.
+        route: The fields of the routing, which maps entries to matrices.
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
@@ -97,14 +97,14 @@ def launch_gemv(
 def launch_summed_gemv(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
-    """Launch a GEMV with float expert weights, and sum the weighted products of each token.
+    """Launch a GEMV with the float weights of chosen experts that also sums the weighted products of each token.
 
     Args:
         launches: Receives the launch.
         w: Weights of the experts.
-        x: Activations, contiguous [tokens, used, columns].
+        x: Activations, contiguous [tokens, used experts, columns].
         out: Results [tokens, rows].
-        summed: The factors, and a further weight.
+        summed: The factors of the products, and the weight of an additional product.
     """
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[LaunchWord]] = [

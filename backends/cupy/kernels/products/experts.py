@@ -31,7 +31,10 @@ from .same_rows import as_matrix, find_gated_unit, match_gated_products
 class _GatedUnit:
     """The fused pattern of a gated unit: two matmuls of the same rows, and the op that joins them, such as `swiglu`.
 
-    `products` and `unit` are instruction indices. `gate` and `up` are the matmuls, `out` is the result of the unit.
+    - `products`: the instruction indices of the two matmuls.
+    - `unit`: the instruction index of the op that joins them.
+    - `gate` and `up`: the two matmuls.
+    - `out`: the result of the unit.
     """
 
     products: tuple[int, ...]
@@ -42,7 +45,10 @@ class _GatedUnit:
 
     @classmethod
     def match_gated_unit(cls, flow: Dataflow, product: int) -> _GatedUnit:
-        """Match the gated unit of a matmul; raise `NoKernelError` if the operands of its two matmuls differ."""
+        """Match the gated unit that the matmul `product` begins.
+
+        Raise `NoKernelError` if there is none, or if its two matmuls have different operands.
+        """
         products, unit = match_gated_products(flow, product)
         gate, up = map(flow.bound_instruction, products)
         pattern = cls(products, unit, gate, up, flow.bound_instruction(unit).out)
@@ -66,7 +72,7 @@ class _GatedUnit:
 
     @property
     def weights_and_results(self) -> WeightsAndResults:
-        """The weights of both matmuls with their results; the kernel writes the first result only."""
+        """The weights of both matmuls with their results. The kernel writes the unit's value to the first result."""
         return [(self.gate.operand(0), as_matrix(self.out)), (self.up.operand(0), as_matrix(self.up.out))]
 
 
@@ -100,7 +106,7 @@ def _launch_gated_units(
 
 
 def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse two matmuls with the weights of chosen experts and their gated unit."""
+    """Fuse the gated units of chosen experts: two matmuls with the experts' weights, and the op that joins them."""
     chosen = _GatedUnit.match_gated_unit(flow, number)
     _launch_gated_units(launches, flow, chosen)
     return chosen.instruction_numbers
@@ -128,7 +134,7 @@ def _launch_expert_sum(
     shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
-    """Launch the weighted sum of expert outputs: the down projections of chosen experts times their shares.
+    """Launch the weighted sum of expert outputs in an MoE layer: down projections times routing weights, per token.
 
     The launch also adds the down projection of the shared expert, if there is one.
 
@@ -138,7 +144,7 @@ def _launch_expert_sum(
         total: The weighted sum of these products.
         out: The result.
         shared_down: The down projection of the shared expert.
-        gate: The logit of the shared expert's share; without it the share is 1.
+        gate: The logit whose sigmoid is the factor of the shared expert; without it the factor is 1.
     """
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
@@ -188,7 +194,7 @@ def _fuse_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
 
 
 def _fuse_expert_and_shared_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the down projections of chosen experts and of the shared expert, and the sum of all."""
+    """Fuse the down projections of chosen experts and of the shared expert, and the weighted sum of all."""
     chain = match_expert_sum_with_shared(flow, number)
     down, total, both, other = (flow.bound_instruction(n) for n in chain[:4] if n is not None)
     gate = None if chain.sigmoid is None else flow.bound_instruction(chain.sigmoid).operand(0)

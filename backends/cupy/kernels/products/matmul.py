@@ -36,19 +36,19 @@ TiledLauncher = Callable[..., None]
 
 
 def is_packed_weight(w: Operand) -> bool:
-    """Return whether an operand is a complete packed weight."""
+    """Return whether an operand is a complete weight in packed layout, not a view of a part."""
     return w.dtype in PLANE_LAYOUTS and w.is_whole_buffer
 
 
 def _as_readable_weight(launches: LaunchBuilder, w: Operand) -> Operand:
-    """Return a weight in a dtype that matmul kernels read: packed, or float; other weights are converted."""
+    """Return a weight in a form that matmul kernels read: packed or float as it is, anything else converted."""
     if is_packed_weight(w):
         return w
     return w if w.dtype in dense.GEMV_SOURCE_BY_DTYPE else as_float(launches, w)
 
 
 def is_gemv_readable(w: Operand) -> bool:
-    """Return whether GEMV kernels can read the weight as stored."""
+    """Return whether GEMV kernels can read the weight in its stored form."""
     return is_packed_weight(w) or (w.dtype in dense.GEMV_SOURCE_BY_DTYPE and w.strides[-1] == 1)
 
 
@@ -60,7 +60,7 @@ def _has_tensor_core_kernel(w: Operand) -> bool:
 def _choose_tiled_launcher(
     launches: LaunchBuilder, call: BoundInstruction, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, TiledLauncher]:
-    """Choose the launcher of a tiled matmul on tensor cores.
+    """Choose the launch function of a tiled matmul on tensor cores, and the maximum rows of x of its tiles.
 
     Args:
         launches: Receives launches that unpack the weight.
@@ -71,7 +71,7 @@ def _choose_tiled_launcher(
         is_even: Whether each matrix has exactly `entries` rows.
 
     Returns:
-        The maximum entries of a tile, and the launcher.
+        The maximum rows of x of a tile, and the launch function.
     """
     is_exact = bool(call.attrs["exact"]) and not is_packed_weight(w)
     if is_even and is_packed_weight(w) and math.prod(w.shape[:-2]) == 1:
@@ -105,7 +105,10 @@ def launch_gemv(
 
 
 def _compute_matrix_indices(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
-    """Compute the index of the weight matrix for each matrix of `x`; a weight matrix serves adjacent matrices."""
+    """Return, for each matrix of `x`, the index of the weight matrix that multiplies it.
+
+    If `w` has fewer matrices than `x` along an axis, adjacent matrices of `x` share a weight matrix.
+    """
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
     matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
@@ -143,7 +146,7 @@ def _bind_mul_mat(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _has_uniform_matrix_stride(w: Operand) -> bool:
-    """Return whether consecutive matrices of a weight have a uniform stride."""
+    """Return whether the distance between consecutive matrices of a weight is constant."""
     axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
 
@@ -172,17 +175,20 @@ def _bind_mul_mat_id(launches: LaunchBuilder, call: BoundInstruction) -> None:
 
 
 def _count_all_experts(call: BoundInstruction) -> int:
-    """Count the experts of a `mul_mat_id` instruction on all devices."""
+    """Return the number of experts of a `mul_mat_id` instruction, including those on other devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
 def has_few_slots_per_expert(call: BoundInstruction) -> bool:
-    """Return whether each expert gets few slots on average. A slot is one pair of a token and a chosen expert."""
+    """Return whether few tokens go to each expert on average, so that a GEMV is better than a tiled matmul."""
     return math.prod(call.operand(2).shape) <= max(MAX_GEMV_ROWS, _count_all_experts(call) // 2)
 
 
 def make_routing_fields(launches: LaunchBuilder, call: BoundInstruction) -> tuple[list[LaunchWord], list[LaunchWord]]:
-    """Return the fields of the routing: the map from slots to rows of x, and the C struct `Choice`."""
+    """Return the fields that route tokens to experts: the map from slots to rows of x, and the C struct `Choice`.
+
+    A slot is one pair of a token and a chosen expert.
+    """
     x, ids, total = call.operand(1), call.operand(2), _count_all_experts(call)
     require_supported(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))

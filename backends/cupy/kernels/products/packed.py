@@ -67,7 +67,7 @@ def _make_row_size_words(w: Operand) -> list[LaunchWord]:
 
 
 def _quantise_activations(launches: LaunchBuilder, x: Operand) -> tuple[Operand, Operand]:
-    """Launch the quantisation of activations to int8, with one scale per 32 columns; return codes and scales."""
+    """Launch the quantisation of activations to int8, with one scale per 32 columns; return (codes, scales)."""
     count, step, columns = math.prod(x.shape[:-1]), compute_row_stride(x), x.shape[-1]
     per_row = columns // BLOCK_COLUMNS
     codes = launches.allocate_scratch((count, columns), DType.I8)
@@ -85,13 +85,23 @@ def _count_row_units(w: Operand) -> int:
 
 
 def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Choose the weight rows and the column blocks that a GEMV warp processes at a time; ``Part`` in C++."""
+    """Return the number of weight rows and of 32-column blocks that a GEMV warp processes at a time.
+
+    The struct ``Part`` in C++ has the same numbers.
+    """
     rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
 def _count_shared_memory_items(columns: int, tokens: int) -> int:
-    """Count the shared-memory items for `columns` quantised column blocks of each token; ``place`` in C++."""
+    """Return the number of shared-memory items for the quantised activations of all tokens in a GEMV.
+
+    The function ``place`` in C++ computes the positions of these items.
+
+    Args:
+        columns: Column blocks of a token.
+        tokens: The number of tokens.
+    """
     return (3 * tokens | 1) * columns + count_blocks(columns, 8)
 
 
@@ -112,9 +122,9 @@ def launch_gemv(
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Entries of the route, each with one matrix of a weight.
+        entries: Number of routed rows, each of which reads one matrix of a weight, such as one expert.
         tokens: Rows of x for each entry, at most 4.
-        route: The fields of the routing.
+        route: The fields of the routing, which maps entries to matrices.
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.
@@ -155,14 +165,14 @@ def launch_gemv(
 def launch_summed_gemv(
     launches: LaunchBuilder, w: Operand, x: Operand, out: Operand, summed: WeightedExpertSum
 ) -> None:
-    """Launch a GEMV with packed expert weights, and sum the weighted products of each token.
+    """Launch a GEMV with the packed weights of chosen experts that also sums the weighted products of each token.
 
     Args:
         launches: Receives the launch.
         w: Packed weights of the experts.
-        x: Activations, contiguous [tokens, used, columns].
+        x: Activations, contiguous [tokens, used experts, columns].
         out: Results [tokens, rows].
-        summed: The factors, and a further weight.
+        summed: The factors of the products, and the weight of an additional product.
     """
     rows, columns = _choose_warp_tile(w.dtype, 1)
     tokens, entries, groups = out.shape[0], summed.products_per_token, count_blocks(w.shape[-2], rows)
@@ -211,7 +221,7 @@ def choose_tile_shape(w: Operand, entries: float, matrices: int) -> tuple[int, i
         matrices: The number of matrices.
 
     Returns:
-        Groups of 8 entries, units of 32 weight rows, and warps that share the columns.
+        The number of groups of 8 rows of x in a tile, of units of 32 weight rows, and of warps that share the columns.
     """
 
     def fills_device(tile: tuple[int, int, int]) -> bool:
@@ -235,7 +245,7 @@ def launch_tiled_matmul(
     shape: tuple[int, int, int],
     route: list[LaunchWord],
 ) -> None:
-    """Launch a tiled matmul with a packed weight: quantise x to int8, then multiply a table of tiles.
+    """Launch a tiled matmul with a packed weight: quantise x to int8, then compute the tiles of a table.
 
     Args:
         launches: Receives the launches.
@@ -272,7 +282,7 @@ def launch_tiled_matmul(
 
 
 def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
-    """Bind `get_rows` on a complete packed table: dequantise the rows with these ids."""
+    """Bind `get_rows` on a complete packed table: only the rows with the given ids are dequantised."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     require_supported(ids.dtype in ID_TYPE_NAMES, f"ids of type {ids.dtype} are missing")
     fault = launches.add_fault_message(f"id {{value}} names no row of its table, which has {table.shape[0]}")
@@ -280,9 +290,9 @@ def bind_packed_get_rows(launches: LaunchBuilder, call: BoundInstruction) -> Non
 
 
 def dequantise_weight(launches: LaunchBuilder, w: Operand) -> Operand:
-    """Launch the dequantisation of a packed weight, or of a view of one, to float32 in scratch memory.
+    """Launch the dequantisation of a packed weight to float32 in scratch memory, for kernels that cannot read it.
 
-    The whole buffer of the weight is dequantised, for kernels that cannot read packed weights.
+    The whole buffer of the weight is dequantised, even if `w` is a view of a part. The result has the shape of `w`.
     """
     assert w.declared_spec is not None
     whole = replace(w, address=w.address - w.tensor.offset, tensor=_make_dense_tensor(w.tensor, w.declared_spec.shape))
@@ -306,12 +316,12 @@ def _make_dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _launch_row_dequantisation(
     launches: LaunchBuilder, table: Operand, ids: Operand | None, out: Operand, fault: list[LaunchWord]
 ) -> None:
-    """Launch the dequantisation of table rows with the numbers `ids`, or of all rows of all matrices.
+    """Launch the dequantisation of rows of a packed table to float32.
 
     Args:
         launches: Receives the launch.
         table: The packed weight.
-        ids: Row numbers, or `None` for all rows.
+        ids: The row numbers; `None` for all rows of all matrices.
         out: The float32 rows.
         fault: The fields of the fault for illegal row numbers.
     """

@@ -34,12 +34,14 @@ MAX_MATRICES = 65535
 
 
 def as_matrix_starts(x: Operand) -> Operand:
-    """Return a view of the matrix starts of `x`: the first element of each matrix, without the last two axes."""
+    """Return a view of the first element of each matrix of `x`; its axes are those of `x` without the last two."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 
 def build_matmul_batch_axes(w: Operand, x: Operand, out: Operand) -> IterationAxes:
-    """Build the batch axes of a matmul; each matrix of `w` serves adjacent matrices of `x`.
+    """Build the axes over which a batched matmul iterates, without the axes m, n and k of the matrices.
+
+    If `w` has fewer matrices than `x` along an axis, adjacent matrices of `x` share a matrix of `w`.
 
     Args:
         w: Weights [..., n, k].
@@ -90,7 +92,7 @@ def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: 
 
 
 def _choose_k_split(k: int, tiles: int) -> tuple[int, int]:
-    """Choose the split-K of a matmul: the number of blocks that share the sum over k, and the columns of each block.
+    """Choose the split-K of a matmul: how many blocks share the sum over k, and how many columns each block gets.
 
     Args:
         k: Columns of the operands.

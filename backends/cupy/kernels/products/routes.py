@@ -22,10 +22,12 @@ WeightsAndResults = Sequence[tuple[Operand, Operand]]
 
 @dataclass(frozen=True, slots=True)
 class WeightedExpertSum:
-    """The weighted sum of expert products for each token, as operands of one launch.
+    """The operands of the weighted sum of expert outputs that one launch computes for each token.
 
-    `choice` selects the weights of experts; `shares` are the factors of their products. The product with the further
-    weight `other` has the factor ``sigmoid(gate)``, or 1 without a gate.
+    - `choice`: the chosen experts, which select the weights.
+    - `shares`: the factors of their outputs, the routing weights.
+    - `other`: the weight of an additional product, such as a shared expert.
+    - `gate`: the additional product has the factor ``sigmoid(gate)``, or 1 without a gate.
     """
 
     shares: Operand
@@ -52,6 +54,6 @@ NO_SUM_FIELDS: Sequence[LaunchWord] = (0,) * 6
 
 
 def pad_product_fields(fields: Sequence[Sequence[LaunchWord]]) -> list[LaunchWord]:
-    """Join the fields of all products, padded with zeros to `MAX_PRODUCTS` products."""
+    """Join the launch words of all products into one list, padded with zeros to `MAX_PRODUCTS` products."""
     rest: list[LaunchWord] = [0] * (len(fields[0]) * (MAX_PRODUCTS - len(fields)))
     return [word for product in fields for word in product] + rest

@@ -54,13 +54,13 @@ def _launch_matmuls_of_same_rows(
 
 
 def as_matrix(out: Operand) -> Operand:
-    """Return a contiguous operand as a matrix: all axes except the last are merged."""
+    """Return a contiguous operand as a matrix: all axes except the last are merged into one."""
     shape = math.prod(out.shape[:-1]), out.shape[-1]
     return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
 def find_gated_unit(flow: Dataflow, number: int) -> int | None:
-    """Find the gated unit that is the only reader of a matmul; return `None` if there is none."""
+    """Return the index of the gated unit that reads a matmul, if nothing else reads the matmul; else `None`."""
     readers = flow.find_readers(number)
     return (
         readers[0]
@@ -70,7 +70,11 @@ def find_gated_unit(flow: Dataflow, number: int) -> int | None:
 
 
 def match_gated_products(flow: Dataflow, number: int) -> tuple[tuple[int, ...], int]:
-    """Match two matmuls and the gated unit that joins them; raise `NoKernelError` if the pattern differs."""
+    """Match two matmuls and the gated unit that joins them; raise `NoKernelError` if the pattern differs.
+
+    Returns:
+        The indices of the matmuls, and the index of the gated unit.
+    """
     products, unit = match_gated_unit(flow, number, GATED_UNIT_CODES)
     require_supported(
         len(products) == 2 and all(flow.is_operand_of(p, unit, k) for k, p in enumerate(products)), "a part is read"
@@ -91,7 +95,7 @@ def _fuse_gated_unit(launches: LaunchBuilder, flow: Dataflow, number: int) -> Se
 
 
 def _fuse_matmuls_of_same_rows(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse as many matmuls of the same few rows as possible, except matmuls of gated units."""
+    """Fuse the matmuls that have the same few rows of x into one launch, except matmuls of gated units."""
     own = flow.bound_instruction(number)
     require_supported(find_gated_unit(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]

@@ -22,7 +22,7 @@ from ..elementwise import CUDA_TYPE_NAMES
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The shape of a matmul tile: weight rows and entries (rows of x) of a block, and of each warp."""
+    """The shape of a matmul tile: the weight rows and entries (rows of x) of a block, and of each of its warps."""
 
     rows: int
     entries: int
@@ -107,10 +107,11 @@ SOURCES = (
 
 
 def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
-    """Compute the shared-memory bytes of a block for its pipeline stages of weight rows and activation terms.
+    """Compute the shared-memory bytes that a block needs for its pipeline stages of weights and activations.
 
-    Rows have 8 additional columns, which puts them into different banks. Stages of warpgroups are swizzled, begin at a
-    multiple of 1024, and are three for two terms or four for one term. Stages of clusters have two mbarriers each.
+    - In general, rows have 8 additional columns, so that different rows begin in different banks.
+    - Warpgroup stages are swizzled and begin at a multiple of 1024. There are three with two terms, four with one.
+    - Cluster stages also have two mbarriers each.
     """
     is_float = dtype in FLOAT_DTYPES
     if tile == CLUSTER_TILE:
@@ -125,7 +126,7 @@ def _compute_shared_bytes(dtype: DType, tile: TileShape) -> int:
 def choose_tile_shape(
     launches: LaunchBuilder, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[TileShape, int] | None:
-    """Choose the tile shape of a prefill matmul, and the number of blocks that share the columns of a tile.
+    """Choose the tile shape of a matmul with many rows of x, and the number of blocks that share a tile's columns.
 
     Args:
         launches: Knows the limits of the device.
@@ -195,27 +196,40 @@ def unpack_to_bf16_if_faster(launches: LaunchBuilder, w: Operand, entries: int) 
 
 
 def _is_cluster_faster(rows: int, entries: int) -> bool:
-    """Return whether cluster tiles are faster than warpgroup tiles, which are half as wide.
+    """Return whether cluster tiles are faster than warpgroup tiles, which hold half as many rows of x.
 
-    They are, if clusters of several blocks are possible and their tiles have room for at most 5/4 of the entries of the
-    narrower tiles.
+    They are if both conditions hold:
+
+    - Clusters can have several blocks.
+    - Padding to cluster tiles gives at most 5/4 of the rows of x that padding to warpgroup tiles gives.
+
+    Args:
+        rows: The number of weight rows.
+        entries: The number of rows of x.
     """
     room, half = (count_blocks(entries, tile.entries) * tile.entries for tile in (CLUSTER_TILE, WARPGROUP_TILE))
     return _choose_cluster_size(count_blocks(rows, CLUSTER_TILE.rows)) > 1 and 4 * room <= 5 * half
 
 
 def _choose_cluster_size(row_blocks: int) -> int:
-    """Choose the largest number of blocks in a cluster that leaves almost no block without weight rows."""
+    """Choose the largest number of blocks in a cluster for which rounding up leaves almost no block without work.
+
+    A cluster has complete blocks, so the last one may have blocks without weight rows. At most 1/8 of `row_blocks` may
+    be such blocks.
+    """
     return next(size for size in CLUSTER_SIZES if 8 * (-row_blocks % size) <= row_blocks)
 
 
 def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int:
-    """Count the 16-bit terms of each activation: one for packed weights and for inexact 16-bit weights, else two."""
+    """Return the number of 16-bit terms whose sum represents one activation.
+
+    It is one for packed weights, and for 16-bit weights unless the result must be exact. Otherwise it is two.
+    """
     return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
 def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None:
-    """Find the relative error of rounding activations for weights of a dtype; `None` without rounding."""
+    """Return the relative error of a matmul that rounds activations for weights of a dtype; `None` without rounding."""
     if dtype in FLOAT_DTYPES and is_exact:
         return 2.0**-16
     return 2.0**-8 if dtype in PLANE_LAYOUTS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
@@ -224,7 +238,9 @@ def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None
 def _split_activations_into_terms(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
-    """Launch the split of activations into 16-bit terms; for clusters, the terms are in the order of tiles.
+    """Launch the split of each activation into 16-bit terms whose sum represents it.
+
+    For cluster tiles, the terms are stored in the order of tiles.
 
     Returns:
         The terms, and the factors that undo the scales of rows (0: no scales).
@@ -286,7 +302,7 @@ def launch_tiled_matmul(
     terms: int,
     route: list[LaunchWord],
 ) -> None:
-    """Launch a tiled matmul on tensor cores: split x into terms, multiply a table of tiles, and add partial results.
+    """Launch a tiled matmul on tensor cores: split x into 16-bit terms, multiply all tiles, and add partial results.
 
     Args:
         launches: Receives the launches.
@@ -296,7 +312,7 @@ def launch_tiled_matmul(
         tiles: The table of tiles [tiles, 4], int32.
         tile: The tile shape.
         shares: Number of blocks that share the columns of a tile.
-        terms: Number of terms of an activation.
+        terms: Number of 16-bit terms whose sum is an activation.
         route: The fields of the routing.
     """
     taken_apart, undo = _split_activations_into_terms(launches, w, x, terms, tile, tiles.shape[0])

@@ -65,7 +65,7 @@ STEP_SOURCES: Mapping[int, KernelSource] = MappingProxyType(
 class DeltaRuleOperands:
     """The operands of a gated delta rule and its output.
 
-    Without `has_tiled_heads`, adjacent value heads share a key head.
+    `has_tiled_heads` is the order of value heads: if it is false, adjacent value heads share a key head.
     """
 
     q: Operand
@@ -134,7 +134,7 @@ def launch_delta_rule_by_token(
     stored: int,
     saved: Operand | None = None,
 ) -> None:
-    """Launch the delta rule for all tokens one after the other.
+    """Launch the delta rule for all tokens, one token after the other.
 
     Args:
         launches: Receives the launch.
@@ -203,10 +203,13 @@ CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 @dataclass(frozen=True, slots=True)
 class ChunkVariant:
-    """A variant of the chunk kernels, by key size and by decay: per key channel (`channels`) or per head.
+    """A variant of the kernels that process the delta rule in chunks of tokens.
 
-    With `is_exact`, bfloat16 operands are pairs (relative error 2^-16 instead of 2^-8). `Record` in the kernel has the
-    same byte counts.
+    - `size`: the size of a key.
+    - `channels`: whether each key channel has its own decay, instead of one decay per head.
+    - `is_exact`: whether a number is a pair of bfloat16 numbers: relative error 2^-16 instead of 2^-8.
+
+    The byte counts agree with `Record` in the kernel.
     """
 
     size: int
@@ -239,7 +242,7 @@ class ChunkVariant:
         return f"{kernel}<{self.size}, {CHUNK_TOKENS}, {values}, {_to_cpp(self.channels)}, {_to_cpp(self.is_exact)}>"
 
     def compute_scan_shared_bytes(self, values: int, cluster: int = 1) -> int:
-        """Compute the shared-memory bytes of a scan block. Clusters have the stages that fit, with two mbarriers."""
+        """Compute the shared-memory bytes of a scan block. Clusters have more stages, with two mbarriers each."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * CHUNK_TOKENS * (values + 4), 12 * CHUNK_TOKENS * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
@@ -293,7 +296,7 @@ def uses_chunk_kernels(rule: DeltaRuleOperands, tokens: int) -> bool:
 def allocate_chunk_scratch(
     launches: LaunchBuilder, rule: DeltaRuleOperands, tokens: int, chunk: ChunkVariant
 ) -> tuple[Operand, Operand]:
-    """Allocate scratch for the prepared keys and heads of all chunks of `tokens` tokens; return both."""
+    """Allocate scratch for all chunks of `tokens` tokens: an array for keys, and one for data of the value heads."""
     count = rule.sequences * count_blocks(tokens, CHUNK_TOKENS)
     keyed = rule.value_heads if rule.has_channel_decay else rule.k.shape[-2]
     keys = launches.allocate_scratch((count * keyed * chunk.keys_bytes,), DType.I8)
@@ -308,7 +311,7 @@ def launch_delta_rule_by_chunks(
     chunk: ChunkVariant,
     values: int | None = None,
 ) -> None:
-    """Launch the delta rule for all tokens by chunks. The final state becomes the oldest snapshot.
+    """Launch the delta rule for all tokens in chunks; the final state becomes the oldest snapshot.
 
     Args:
         launches: Receives the launches.
@@ -316,7 +319,7 @@ def launch_delta_rule_by_chunks(
         carried: The states and snapshots.
         memory: The scratch of `allocate_chunk_scratch`.
         chunk: The kernel variant.
-        values: One of `SLICE_ROWS`, or `None` for an automatic choice.
+        values: State rows of a block, one of `SLICE_ROWS`, or `None` for an automatic choice.
     """
     count, heads, sequences = count_blocks(rule.tokens, CHUNK_TOKENS), rule.value_heads, rule.sequences
     words = [
@@ -349,12 +352,12 @@ def launch_delta_rule_by_chunks(
 
 
 def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
-    """Choose the number of blocks in a cluster of the scan, which all have slices of one state."""
+    """Choose the number of blocks in a cluster of the scan; its blocks have different slices of the same state."""
     return next((n for n in CLUSTER_SIZES if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
 def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
-    """Choose the value heads of a key head that a block prepares: all, if one block per key head fills a device."""
+    """Choose how many value heads of a key head a block prepares: all if the device then still is full, else one."""
     filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
@@ -369,7 +372,10 @@ def _can_fit_shared_memory(launches: LaunchBuilder, rule: DeltaRuleOperands, chu
 
 
 def _choose_state_slice_rows(launches: LaunchBuilder, rule: DeltaRuleOperands, chunk: ChunkVariant) -> int:
-    """Choose the longest slice of state rows that fits and leaves enough blocks; each reads all prepared values."""
+    """Choose how many state rows a scan block has: as many as fit into shared memory and leave enough blocks.
+
+    Many rows are better, because each block reads all prepared values.
+    """
     possible = [n for n in SLICE_ROWS if rule.value_size % n == 0]
     fitting = [
         n for n in possible if launches.can_allocate_shared_bytes(chunk.compute_scan_shared_bytes(n))
@@ -385,9 +391,9 @@ def _bind_gated_delta_net(launches: LaunchBuilder, call: BoundInstruction) -> No
 
 
 def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: DeltaRuleOperands, exact: bool) -> None:
-    """Launch the delta rule of an instruction, by chunks or by token, with its states.
+    """Launch the delta rule of an instruction, with its states: in chunks of tokens if possible, else token by token.
 
-    With snapshots, the last tokens go one by one.
+    If the instruction has snapshots, the last tokens are always processed one by one.
 
     Args:
         launches: Receives the launches.
@@ -412,7 +418,7 @@ def launch_delta_rule(launches: LaunchBuilder, call: BoundInstruction, rule: Del
 
 
 def _fuse_state_save_and_delta_rule(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the save of a state and the delta rule that updates the state in place."""
+    """Fuse the save of a state for a rollback and the delta rule that then updates the state in place."""
     save, writer = flow.bound_instruction(number), match_saved_state_update(flow, number, "gated_delta_net").update
     state, call = save.operand(0), flow.bound_instruction(writer)
     require_supported(call.optional_operand(6) is None, "states are in slots")

@@ -35,7 +35,11 @@ KEY_SOURCE = _make_recurrence_source("recurrence_by_key", tuple(2 * n for n in E
 
 
 def _choose_elements_per_lane(size: int) -> int:
-    """Choose the elements that a warp lane has in registers for a state row of `size` keys; 0 if too many."""
+    """Return the number of elements of a state row that a warp lane keeps in registers; 0 if there would be too many.
+
+    Args:
+        size: The elements of a row, which is the size of a key.
+    """
     return next((n for n in ELEMENTS_PER_LANE if 32 * n >= size), 0)
 
 
@@ -68,15 +72,15 @@ def _launch_recurrence_by_value(
     keys: int,
     rates: int,
 ) -> None:
-    """Launch a recurrence with a warp for each value row of the state.
+    """Launch a recurrence in which each warp computes one value row of the state.
 
     Args:
         launches: Receives the launches.
         call: The instruction.
         x: The values [..., tokens, heads, values].
-        walked: The fields of six operands.
+        walked: The fields of the six operands with one row per token.
         a: Decay rates of a state space model; `None` for RWKV 7.
-        run: Adjacent heads that share the operands b and c.
+        run: Number of adjacent heads that share the operands b and c.
         keys: Elements of a key.
         rates: Decay rates of a head: 1, or one for each element of a key.
     """
@@ -119,12 +123,12 @@ def _launch_recurrence_by_key(
     bonus: Operand | None,
     scale: float,
 ) -> None:
-    """Launch a recurrence with a warp lane for each value column of the state.
+    """Launch a recurrence in which each warp lane computes one value column of the state.
 
     Args:
         launches: Receives the launch.
         call: The instruction.
-        walked: Keys, values, queries and decays.
+        walked: The operands with one row per token: keys, values, queries and decays.
         state: The old states.
         bonus: Factors of the current token, or `None`.
         scale: Factor of the results.

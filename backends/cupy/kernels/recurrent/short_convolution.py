@@ -35,7 +35,7 @@ NORM_SOURCE = KernelSource(
 
 
 def _add_head_axis(x: Operand) -> Operand:
-    """Add a head axis of size 1 to x [..., rows, channels]: return [..., rows, 1, channels]."""
+    """Return a view of x [..., rows, channels] with a head axis of size 1: [..., rows, 1, channels]."""
     t = x.tensor
     shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
     return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared_spec, x.stored_spec)
@@ -61,9 +61,13 @@ def _bind_ssm_conv(launches: LaunchBuilder, call: BoundInstruction) -> None:
 class DeltaNetInputs:
     """The operands of the delta rule, which the kernel `delta_inputs` computes.
 
-    `q`, `k`: [B, T, key heads, size]. `v`: [B, T, value heads, size]. `g`, `beta`: log decays and learning rates [B, T,
-    value heads]. `next_rows`: the last rows of the convolution [B, 3, channels]. `saved_rows`: their old values, if
-    they are needed. All are contiguous except `v`, where only each token's heads are.
+    - `q`, `k`: queries and keys [B, T, key heads, size].
+    - `v`: values [B, T, value heads, size].
+    - `g`, `beta`: log decays and learning rates [B, T, value heads].
+    - `next_rows`: the last rows of the convolution [B, 3, channels].
+    - `saved_rows`: the old values of `next_rows`, if they are needed.
+
+    All are contiguous except `v`, where only each token's heads are.
     """
 
     q: Operand
@@ -77,9 +81,11 @@ class DeltaNetInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """The contiguous weights of a gated delta net layer, without its linear layers.
+    """The contiguous weights of a gated delta net layer, except those of its linear layers.
 
-    `w`: the convolution [channels, 4]. `a`: -exp(A_log) [value heads]. `dt`: the bias of the steps [value heads].
+    - `w`: the convolution [channels, 4].
+    - `a`: -exp(A_log) [value heads].
+    - `dt`: the bias of the step sizes [value heads].
     """
 
     w: Operand
@@ -178,7 +184,7 @@ def launch_gated_rms_norm(
 
 @dataclass(frozen=True, slots=True)
 class _GateInstructions:
-    """The indices of the instructions that compute log decays and learning rates; an absent copy is `None`."""
+    """The indices of the instructions that compute log decays and learning rates; `None` for a copy that is absent."""
 
     shifted: int
     steps: int
@@ -212,13 +218,13 @@ def _match_gates(flow: Dataflow, rule: int) -> _GateInstructions:
 
 
 def _find_dense_copy(flow: Dataflow, reader: int) -> int | None:
-    """Find the instruction that makes a contiguous copy for instruction `reader` alone, or return `None`."""
+    """Return the instruction that makes a contiguous copy which only instruction `reader` reads, or `None`."""
     maker = flow.require_producer(reader, 0)
     return maker if flow.bound_instruction(maker).op == "cont" and flow.find_readers(maker) == [reader] else None
 
 
 def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
-    """Fuse the instructions that compute the delta rule's operands from the linear layers, without the rule."""
+    """Fuse all instructions between the linear layers and the delta rule, which compute the rule's operands."""
     _, conv, silu, (q, k), last, save = match_short_convolution(flow, number)
     rule = next((n for n in flow.require_readers(silu) if flow.bound_instruction(n).op == "gated_delta_net"), silu)
     require_supported({*flow.require_readers(silu)} == {q, k, rule}, "the convolution is read otherwise")
@@ -261,9 +267,11 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
+    """The matched instructions of a convolution and its state, whose operands are also operands of the fused kernel.
 
-    `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
+    - `both`: joins old rows and new rows.
+    - `conv`: the convolution.
+    - `next_rows`: selects the rows to keep for the next step.
     """
 
     both: BoundInstruction
@@ -280,7 +288,9 @@ def _launch_matched_delta_net_inputs(
     normed: tuple[int, int, int],
     fault: Sequence[LaunchWord],
 ) -> None:
-    """Launch the kernel of a matched fusion; raise `NoKernelError` if an operand has another layout.
+    """Launch the fused kernel `delta_inputs` for matched instructions.
+
+    Raises `NoKernelError` if an operand has a layout that the kernel does not support.
 
     Args:
         launches: Receives the launch.
@@ -345,10 +355,10 @@ def _require_disjoint_results(
     alpha: Operand,
     beta: Operand,
 ) -> None:
-    """Require that results overlap no operand that other threads still read; raise `NoKernelError` otherwise.
+    """Raise `NoKernelError` if a result overlaps an operand that other threads of the kernel still read.
 
-    A thread may write `next_rows` over old rows, values over their inputs within `TOKENS_PER_THREAD` tokens, and gates
-    over their own operands.
+    These overlaps are allowed: `next_rows` over old rows, gates over their own operands, and values over their inputs
+    within `TOKENS_PER_THREAD` tokens.
     """
     rest = [*others, alpha, beta]
     require_no_alias(inputs.next_rows, [x, *rest], [old])
@@ -367,7 +377,7 @@ def _require_disjoint_results(
 def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
     """Return a view of gates as [sequences, tokens, groups, heads of a group].
 
-    The gates are contiguous, with one group, or have adjacent heads in each group.
+    Contiguous gates are one group. Otherwise the heads of each group must be adjacent in memory.
     """
     if x.is_dense:
         return _reshape_dense(x, (sequences, tokens, 1, heads))
@@ -380,7 +390,7 @@ def _as_gate_groups(x: Operand, sequences: int, tokens: int, heads: int) -> Oper
 
 
 def _reshape_dense(x: Operand, shape: tuple[int, ...]) -> Operand:
-    """Reshape a contiguous operand without a copy; raise `NoKernelError` if it is not contiguous."""
+    """Return a view of a contiguous operand with another shape; raise `NoKernelError` if it is not contiguous."""
     require_supported(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
 

@@ -34,7 +34,7 @@ def make_rows_fields(x: Operand, inner: int = 3) -> list[LaunchWord]:
 
 
 def is_dense(x: Operand) -> bool:
-    """Return whether the elements are contiguous; strides of axes with one entry do not count."""
+    """Return whether the elements are contiguous in row-major order; strides of axes with one entry do not count."""
     dense_strides = contiguous_strides(x.shape)
     return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, dense_strides, strict=True))
 
@@ -47,7 +47,7 @@ def is_vector_aligned(x: Operand) -> bool:
 
 
 def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Compute the stride of several axes that are merged into one; raise `NoKernelError` if they do not merge."""
+    """Return the stride of several axes that are merged into one; raise `NoKernelError` if that is not possible."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
@@ -59,10 +59,11 @@ def _compute_merged_stride(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateOperands:
-    """The old and new states of a recurrence's sequences, with snapshots, as operands of kernels.
+    """The old and new states of a recurrence, for all sequences, as operands of kernels.
 
-    Snapshot s is the state s tokens before the end. For sequence n, it is row ``slots[n, s]`` of `new`, or row
-    ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots` snapshots.
+    A sequence has several snapshots: snapshot s is the state after all tokens but the last s. For sequence n, it is row
+    ``slots[n, s]`` of `new`, or row ``n * snapshots + s`` without slots. Kernels write the first `stored_snapshots`
+    snapshots.
     """
 
     sequences: int
@@ -74,9 +75,9 @@ class StateOperands:
     fault_fields: tuple[LaunchWord, ...]
 
     def make_snapshot_fields(self, snapshot: int = 0) -> list[LaunchWord]:
-        """Return the fields of the C struct `States` from snapshot `snapshot` on.
+        """Return the fields of the C struct `States` without the snapshots that are newer than snapshot `snapshot`.
 
-        Its state ``n * snapshots`` is this snapshot of sequence n. Newer snapshots in front of it are left out.
+        In the struct, state ``n * snapshots`` is snapshot `snapshot` of sequence n.
         """
         left = self.snapshots - snapshot
         several = self.snapshots > 1
@@ -87,17 +88,18 @@ class StateOperands:
         return [self.new, slots, self.new.shape[0]]
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
-        """Return the fields of the C struct `Beginning` for a launch that resumes from a snapshot."""
+        """Return the fields of the C struct `Beginning` for a launch whose initial states are a snapshot."""
         return [*self.make_snapshot_fields(snapshot), self.snapshots, 0, 0]
 
 
 def bind_states(
     launches: LaunchBuilder, call: BoundInstruction, sequences: int, tokens: int, operand: int = 5
 ) -> StateOperands:
-    """Bind the states of a recurrence, and add the launches that prepare them.
+    """Bind the states of a recurrence as operands, and add the launches that prepare the memory of the states.
 
-    A state pool that becomes another buffer is copied. In a pool with in-place updates, states that one sequence reads
-    and another writes are copied aside.
+    - If the new states have another buffer than the old ones, the state pool is copied.
+    - If a pool is updated in place, some states are read by one sequence and written by another. They are copied to
+      scratch memory first.
 
     Args:
         launches: Receives the launches.
