@@ -307,7 +307,7 @@ def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tok
 
 
 def compare_step_with_device(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
-    """Compare the values of one step with another device; return a message and whether a value is wrong."""
+    """Compare the values of one step with those of `device`; return a message, and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
@@ -413,7 +413,7 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
 
 
 def has_piped_text() -> bool:
-    """Return whether stdin has piped text now; an empty pipe is not waited for."""
+    """Return whether text can be read from stdin at once, without waiting; False for a terminal or an empty pipe."""
     try:
         return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):  # stdin is closed, or has no file descriptor
@@ -421,17 +421,17 @@ def has_piped_text() -> bool:
 
 
 def is_stdin_terminal() -> bool:
-    """Return whether stdin is a terminal, or closed."""
+    """Return whether stdin is a terminal; a program without stdin also counts as one."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def format_seed_flag(args: argparse.Namespace) -> str:
-    """Format the flag `--seed` that repeats this text; empty at temperature 0."""
+    """Format the text ``; --seed N`` that tells how to generate the same text again; empty at temperature 0."""
     return f"; --seed {args.seed}" if args.temp else ""
 
 
 def format_memory_usage(session: Session) -> str:
-    """Format the bytes in use on each device; with several processes also the weight bytes that each has read."""
+    """Format the bytes in use on each device; several processes also show the weight bytes that each one has read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []

@@ -207,11 +207,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lower_gc_threshold() -> None:
-    """Lower the threshold of the cyclic garbage collector from its value for short commands.
+    """Make the cyclic garbage collector run more often, as a long-running server needs.
 
-    A server runs for a long time, and libraries leave cycles after a request: jinja2 leaves 400 objects after each
-    rendering of a chat template. The objects of the model stay, so the collector exempts them. A program with a lower
-    threshold of its own keeps its settings.
+    Libraries leave reference cycles after a request: jinja2 leaves 400 objects after each rendering of a chat template.
+    The collector skips the objects of the model, which exist until the end. A lower threshold that is already set
+    stays.
     """
     young, *old = gc.get_threshold()
     if young > GC_THRESHOLD_OBJECTS:

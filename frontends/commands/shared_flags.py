@@ -99,7 +99,7 @@ def load_model_from_flags(args: argparse.Namespace) -> Model:
 
 
 def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
-    """Mark a command that all ranks run together under mpiexec; rank 0 alone runs the other commands."""
+    """Mark a command as one that all ranks run together under mpiexec; other commands run on rank 0 only."""
     sub.set_defaults(in_ranks=True)
 
 
@@ -238,6 +238,6 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
 
 
 def broadcast_text_from_rank_0(args: argparse.Namespace, read: Callable[[], str]) -> str:
-    """Read a text on rank 0, and broadcast it to all ranks."""
+    """Return on all ranks the text that `read` returns on rank 0; other ranks do not call `read`."""
     keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
     return str(args.world.broadcast_from_rank_0(lambda: read().encode(errors=keep)).decode(errors=keep))

@@ -133,10 +133,10 @@ def _compute_first_bytes(characters: CharacterRanges) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _GlushkovAutomaton:
-    """A position automaton of an expression without recursion (Glushkov, 1961): its possible first and last positions.
+    """The first and last positions of an expression without recursion, as in a Glushkov automaton (1961).
 
-    A position is one occurrence of characters in the expression. `is_nullable` is true if the expression may be
-    empty.
+    A position is one occurrence of a character set in the expression. `is_nullable` tells whether the expression
+    matches the empty text.
     """
 
     is_nullable: bool
@@ -145,10 +145,11 @@ class _GlushkovAutomaton:
 
 
 class _LexemeChooser:
-    """Chooses the lexemes of grammar rules, so that the longest match never differs from the grammar.
+    """Chooses which parts of grammar rules become lexemes, so that the longest match never differs from the grammar.
 
-    `bodies` has the bodies of the rules with `Lexeme` marks. Comparisons use first bytes of characters, and bounded
-    repetitions count as unbounded ones. Both may report a conflict that does not exist, but they never miss one.
+    A lexeme is a unit of the lexer. `bodies` has the bodies of the rules with `Lexeme` marks. Two lexemes conflict if
+    both may match at the same position. The check is conservative: it may report a conflict that does not exist, but it
+    never misses one. It compares first bytes instead of characters, and treats bounded repetitions as unbounded.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -309,11 +310,11 @@ class _LexemeChooser:
         return nullable
 
     def compute_lexeme_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Compute the properties of a lexeme that reveal conflicts with other lexemes.
+        """Compute four properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
-            The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and
-            whether it is one character. Sets of bytes are bit masks.
+            The bytes with which it may begin, and the bytes with which a complete match may go on, both as bit masks.
+            Then whether it may be empty, and whether it is one character.
         """
         if lexeme not in self.edges:
             sets: list[int] = []
@@ -369,9 +370,9 @@ class _LexemeChooser:
 
 
 def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow: list[set[int]]) -> int:
-    """Compute the set of bytes that extend a complete match of an automaton, as a bit mask.
+    """Compute the bytes that may follow a complete match of a lexeme so that the match goes on, as a bit mask.
 
-    The set has all bytes if the automaton is too large.
+    If the automaton is too large, the result has all bytes.
 
     Args:
         whole: The automaton of a lexeme.

@@ -166,9 +166,10 @@ def _join_messages(messages: list[str]) -> str:
 
 
 def _move_listed_names_to_properties(schema: object) -> object:
-    """Move patterns that list names, such as ``^(a|b)$``, from `patternProperties` to `properties` of a JSON schema.
+    """Replace patterns of a JSON schema that list names, such as ``^(a|b)$``, by one property for each name.
 
-    llguidance would offer one more property of such a pattern after all its names are used.
+    The names move from `patternProperties` to `properties`. llguidance would otherwise offer one property too many
+    after all names of such a pattern are used.
     """
     if isinstance(schema, list):
         return [_move_listed_names_to_properties(item) for item in schema]

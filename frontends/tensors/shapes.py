@@ -189,7 +189,11 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
 
 
 def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
-    """Return the entries of one axis at constant indices; at most four consecutive ranges become slices."""
+    """Return the entries of one axis of `x` at the positions `indices`, which are known at export; the axis stays.
+
+    Indices in at most four runs of consecutive numbers become slices, which are cheaper than a gather. Other indices
+    become one row gather.
+    """
     at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     ids = np.asarray(indices, np.int64)
     ids = np.where(ids < 0, ids + n, ids)

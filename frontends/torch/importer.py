@@ -236,10 +236,10 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _require_known_ops(self) -> None:
-        """Raise `UnsupportedOpsError` with all ops that the op table lacks, except for calls that are constant-folded.
+        """Raise an error before the conversion if hocket cannot convert a call that is not constant-folded.
 
-        PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
-        would read a wrong layout.
+        `UnsupportedOpsError` lists all such ops; PyTorch can run them instead. `ModelError` reports a symbolic shape,
+        or such an op that reads the memory of a result, which hocket lays out differently.
         """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported_program.graph.nodes:
