@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """A device that a backend has found, or the reason why a backend has no devices."""
+    """A device that a backend has found; for a backend without devices, the reason why it has none."""
 
     kind: str
     device: Device | None = None

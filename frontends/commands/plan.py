@@ -195,7 +195,7 @@ def make_session_workload(
 ) -> Workload | None:
     """Make the workload for which a session would choose the model layout: prompts and decode steps.
 
-    The result is None if the file of `args` is a graph, not a model.
+    Without a `context`, as for a graph file, the result is None.
     """
     if context is None:
         return None

@@ -126,7 +126,10 @@ class Sampling:
     def _apply_bias_and_penalties(
         self, logits: npt.NDArray[np.float32], before: Sequence[int]
     ) -> npt.NDArray[np.float32]:
-        """Apply bias and penalties to logits, and return a copy; the same array if there are none."""
+        """Return the logits after the logit biases and the penalties of recent tokens.
+
+        The result is a copy, or `logits` itself if there is nothing to apply.
+        """
         penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
         if not self.bias and not (penalises and len(recent)):

@@ -182,9 +182,10 @@ class Cursor:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
     def skip_strings(self, count: int) -> None:
-        """Skip `count` strings without decoding their text.
+        """Move the cursor over the next `count` strings without decoding their text.
 
-        The length of each string stands before it, so the search for lengths dominates the time.
+        Each string begins with its length, so the lengths must be found one after the other. This takes most of the
+        time.
         """
         lengths = self._find_string_lengths(count)
         if lengths is not None:

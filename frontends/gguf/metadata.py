@@ -58,9 +58,9 @@ MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MetadataArray(Sequence[MetadataValue]):
-    """An array in the metadata of a file, with `length` elements of `item_type`, which is decoded on first use.
+    """A metadata array of `length` elements of `item_type`, decoded only when it is used.
 
-    `numpy` returns numbers without a copy. Other elements are decoded once, all of them on the first access.
+    `numpy` returns numbers without a copy. The first access to another element decodes all elements at once.
     """
 
     item_type: MetadataType

@@ -127,9 +127,10 @@ class Gguf:
         return stored
 
     def select_tensors_under_prefix(self, prefix: str) -> Gguf:
-        """Select the tensors with names under `prefix`, plus the token embedding, as a model of their own.
+        """Return one part of a model as a model of its own: the tensors with names under `prefix`, and the embedding.
 
-        The tensors get the names of a model with one stack of layers. Example: the encoder of T5 is under ``enc.``.
+        Example: ``enc.`` selects the encoder of T5. The prefix is removed, so that the tensors have the names of a
+        usual model. The token embedding keeps its name.
         """
         tensors = {
             name.removeprefix(prefix).replace(".attn_o.", ".attn_output."): tensor

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 
 class MicroBatchedSession:
-    """Several sessions (micro-batches) with the interface of one `Session`.
+    """A session that is split into micro-batches: several sessions behind the interface of one `Session`.
 
-    The sequences are numbered one session after the other. `choice` is the choice of micro-batches by predicted time.
+    Sequence numbers go on from one session to the next. `choice` tells how the micro-batches were chosen by predicted
+    time.
     """
 
     def __init__(self, sessions: Sequence[Session], choice: MicroBatchChoice) -> None:
@@ -151,7 +152,7 @@ class MicroBatchedSession:
 
 
 class DecodeSchedule(Protocol):
-    """An order of decode steps for groups of sequences, in which steps may overlap.
+    """Runs decode steps for groups of sequences; steps of different groups may overlap in time.
 
     `sequence_ranges` has the sequence numbers of each group. Steps end in the order in which they begin.
     """
@@ -166,7 +167,7 @@ class DecodeSchedule(Protocol):
 
 
 class _SequentialDecodeSchedule:
-    """A decode schedule without overlap: all sequences in one group; `finish_step` runs the step."""
+    """A decode schedule without overlap: all sequences are one group, and `finish_step` runs the whole step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
@@ -213,10 +214,14 @@ class _PipelinedDecodeSchedule:
 
 @contextmanager
 def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool = False) -> Iterator[DecodeSchedule]:
-    """Open a decode schedule for a session; with micro-batches, the steps of different micro-batches overlap.
+    """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
-    With `alone`, a step waits for all steps before it. The schedule holds the devices from its first step until its
-    end. At the end, unfinished steps are rolled back. Logits that were returned stay valid after an error.
+    The schedule reserves the devices from its first step until its end. At the end, unfinished steps are rolled back.
+    Logits that were returned stay valid after an error.
+
+    Args:
+        session: The session; without micro-batches no steps overlap.
+        alone: Whether each step waits for all steps before it.
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:

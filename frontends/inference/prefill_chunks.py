@@ -30,7 +30,7 @@ PrefillChunk = Sequence[list[int]]
 
 
 def can_chunk(tokens: int) -> bool:
-    """Whether `tokens` tokens are enough for more than one chunk."""
+    """Return whether a prompt of `tokens` tokens is long enough for more than one chunk."""
     return tokens > MIN_CHUNK_TOKENS
 
 
@@ -177,7 +177,7 @@ def advance_lengths(
 
 @dataclass(frozen=True, slots=True)
 class ReversibleStep:
-    """A step that can be rewound: its tokens, and the state of the session before it."""
+    """A step that can be undone in part: its tokens `chunk`, and the lengths and recent tokens before it."""
 
     step: Step
     lengths: Sequence[int]
@@ -187,9 +187,9 @@ class ReversibleStep:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrefill:
-    """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
+    """A prompt in chunks that run pipelined over the devices: the step, the inputs and the output kind of each chunk.
 
-    `lengths` and `recent` are the lengths and recent tokens of the sequences after the last chunk.
+    `lengths` and `recent` are the lengths and the recent tokens of the sequences after the last chunk.
     """
 
     chunks: Sequence[PrefillChunk]
@@ -209,7 +209,7 @@ class ChunkedPrefill:
 
 
 def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
-    """Return (sequence, token index) for every new token of a chunk."""
+    """List all new tokens of a chunk as pairs: the number of the sequence, and the index of the token in it."""
     return [(i, t) for i, new in enumerate(chunk) for t in range(len(new))]
 
 

@@ -44,10 +44,10 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ValueWatch:
-    """A watch on graph values: a regular expression for names, and a callback that gets statistics after each step.
+    """Watches graph values with names that match a regular expression, and reports their statistics after each step.
 
-    A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
-    is split at a watched value inside it.
+    A watched value is gathered from all devices. Steps have no padding, so that statistics do not count it. A fused
+    kernel is split if a watched value is inside it.
     """
 
     pattern: str

@@ -122,7 +122,10 @@ class Model:
 
     @property
     def uses_half_precision_activation(self) -> bool:
-        """Whether some activation is computed in half precision, so that the last bits of its operand matter."""
+        """Whether some activation function is computed in half precision (f16).
+
+        Rounding then makes the last bits of its operand visible in the results.
+        """
         return any(block.uses_half_precision_activation for block in self.hyper.blocks)
 
     @property
@@ -145,7 +148,7 @@ class Model:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends to earlier tokens only. Other models read a whole text at once, without steps."""
+        """Whether a token attends only to itself and earlier tokens; other models read a whole text in one step."""
         return self.hyper.is_causal
 
     @property

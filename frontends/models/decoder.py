@@ -24,7 +24,7 @@ from .picture_tokens import suppress_token_logits
 class Decoder:
     """Builds the graph of one decoder step: the output ``logits`` f32[outputs, vocabulary], and the new states.
 
-    After the last mixer only the output rows, which are the tokens with requested logits, are computed further.
+    Only tokens with requested logits (the output rows) are computed further after the last mixer.
     """
 
     def __init__(self, hyper: Hyperparameters, weights: ModelWeights, frame: StepGraphBuilder) -> None:
@@ -125,7 +125,7 @@ class Decoder:
         return x if absent else self.norm(self.weights, stem, x)
 
     def apply_residual_scale(self, x: Value) -> Value:
-        """Multiply ``x``, which is to be added to the residual, by the residual factor of the model."""
+        """Multiply a block result ``x`` by the residual factor of the model, before it is added to the residual."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
     def run_mixers(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
@@ -177,7 +177,7 @@ class Decoder:
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
     def run_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
+        """Return the sum of the experts of block i and of a dense FFN, if the block has a dense FFN beside the experts.
 
         Args:
             i: Number of the block.

@@ -158,7 +158,15 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
 
     def compute_stream_shares(self, i: int, x: Value, streams: int) -> Value:
-        """Compute the share of each stream, between -1 and 1, from one stream ``x`` f32[n, E]: f32[n, streams]."""
+        """Compute coefficients between -1 and 1 for the residual streams: f32[n, streams].
+
+        They depend on one stream ``x`` f32[n, E]. Both `predict_streams` and `correct_streams` use them.
+
+        Args:
+            i: Number of the block.
+            x: The stream.
+            streams: Number of streams.
+        """
         h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
@@ -194,7 +202,7 @@ def take_first_stream(x: Value) -> Value:
 
 
 def split_off_first_stream(x: Value) -> tuple[Value, Value]:
-    """Split off the first residual stream f32[n, 1, E] from the other streams f32[n, streams - 1, E]."""
+    """Split the residual streams into the first one f32[n, 1, E] and the others f32[n, streams - 1, E]."""
     first = ops.slice_(x, axis=1, start=0, stop=1)
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
 
@@ -279,9 +287,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Compute the logits of the stream weights from all streams ``x``.
+        """Compute the logits from which the weights of the residual streams follow, and return three values.
 
-        The other results are the factors and the offsets of these logits.
+        Returns:
+            The logits, computed from all streams ``x``; the factors of the logits; the offsets of the logits.
         """
         rows, streams, width = x.shape
         flat = self.norm.apply_without_weights(ops.reshape(x, shape=(rows, streams * width)))

@@ -203,7 +203,7 @@ def resize(
 ) -> Tensor:  # fmt: skip
     """Convert ``Resize``: resize axes one after the other, by scales or to sizes.
 
-    Each axis is multiplied by an interpolation matrix.
+    To resize an axis, it is multiplied by an interpolation matrix.
     """
     over = [x.normalise_axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):

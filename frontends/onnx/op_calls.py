@@ -51,7 +51,7 @@ def require_constant(x: Tensor) -> np.ndarray:
 
 
 def as_number(x: Any, default: Any) -> Any:
-    """Return the single number of an attribute or of a constant input, or `default` if it is absent."""
+    """Return the one number that an attribute or a constant input holds, or `default` if it is absent."""
     if x is None:
         return default
     return require_constant(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
@@ -61,7 +61,10 @@ def as_number(x: Any, default: Any) -> Any:
 
 
 def make_variadic_converter(op: Callable[[Tensor, Tensor], Tensor]) -> OpConverter:
-    """Make the converter of an op with any number of operands, which folds a binary function over them."""
+    """Make the converter of an op with any number of operands, such as ``Sum``, from a function of two operands.
+
+    The function is applied from left to right.
+    """
     return lambda *xs: reduce(op, xs)
 
 
@@ -216,7 +219,7 @@ def pad(
     x: Tensor, pads_input: Any = None, fill: Tensor | None = None, axes_input: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Pad``: pad axes with a value or by a mode.
+    """Convert ``Pad``: pad axes with a constant or, in other modes, with entries of `x`.
 
     The pads are an input (newer opsets) or an attribute (older ones).
     """
@@ -250,7 +253,7 @@ def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
 
 
 def _require_small_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple.
+    """Return a shape as a tuple, after a check of its sizes.
 
     Raises:
         ModelError: A size is negative, or the shape has more than `MAX_CONSTANT_ENTRIES` entries.
@@ -340,9 +343,9 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _split_index_tuples(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
-    """Split the last axis of `ids` into one index tensor for each axis of `x`, as ``GatherND`` and ``ScatterND`` need.
+    """Split the last axis of `ids`, which holds index tuples, into one index tensor for each axis of `x`.
 
-    The first `batch` axes are batch axes: they have the same index in `x` and in `ids`.
+    ``GatherND`` and ``ScatterND`` have such tuples. `batch` leading axes have the same index in `x` and in `ids`.
     """
     ahead = [
         constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])

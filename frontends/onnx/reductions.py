@@ -18,9 +18,9 @@ from .op_calls import OpConverter, OptionalIntegers, as_integers, as_number, fla
 
 
 def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) -> OpConverter:
-    """Make the converter of a reduction over the axes in the input or attribute ``axes``; all axes if it is absent.
+    """Make the converter of a reduction over axes, which are an input or the attribute ``axes``.
 
-    With ``noop_with_empty_axes`` and no axes, each entry is reduced alone.
+    Without axes the reduction is over all axes. With ``noop_with_empty_axes`` and no axes, each entry is reduced alone.
 
     Args:
         kind: The reduction of a tensor over a list of axes; the boolean keeps the reduced axes with size 1.
@@ -111,14 +111,17 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    """Convert ``Hardmax``: return 1 at the first largest entry along an axis, and 0 elsewhere."""
+    """Convert ``Hardmax``: return 1 in place of the first largest entry along an axis, and 0 elsewhere."""
     at = x.normalise_axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
 def with_flattened_trailing_axes(row: OpConverter) -> OpConverter:
-    """Make the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
+    """Make the converter of an op in an older opset, where the op treats `axis` and all later axes as one axis.
+
+    `row` is the converter of the newer opset, which works on one axis.
+    """
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
 
@@ -142,10 +145,10 @@ def gemm(
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
-    """Convert ``Einsum``: compute sums of products by an einsum equation.
+    """Convert ``Einsum``: return the sums of products that an einsum equation describes.
 
-    Two operands need one matrix product. Another number of operands is multiplied element-wise over all axes, then
-    summed.
+    Two operands become one matrix product. For another number of operands, all axes are broadcast, multiplied
+    element-wise and summed.
     """
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
@@ -178,7 +181,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
 
 
 def _take_repeated_letter_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
-    """Take the diagonal of each pair of axes with the same einsum letter, so that the letters of an operand are unique.
+    """Replace axes of a tensor that have the same einsum letter by their diagonal, so that each letter occurs once.
 
     Returns:
         The tensor, and the letters of its axes.

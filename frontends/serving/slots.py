@@ -66,7 +66,10 @@ class SlotPool:
 
     @property
     def has_recurrent_states(self) -> bool:
-        """Whether a slot has recurrent states, which hold its last token only; a prefix then needs saved states."""
+        """Whether a slot has recurrent states, which exist only for its last token.
+
+        A shorter prefix can then be reused only from a saved copy of the states.
+        """
         return len(self._caches) < len(self._state_names)
 
     @property
@@ -80,9 +83,9 @@ class SlotPool:
         return self._all_slots
 
     def open_window_session(self, first: int, count: int) -> Session:
-        """Return the session over a window of `count` slots from slot `first` on; the first call opens it.
+        """Return the session that runs a window: `count` consecutive slots from slot `first` on.
 
-        At the end of the slots the window has fewer slots.
+        The first call opens the session. A window that passes the last slot has fewer slots.
         """
         count = min(count, self.slots - first)
         key = first, count
@@ -98,9 +101,12 @@ class SlotPool:
         return self._windows[key]
 
     def compile_short_steps(self, report: Callable[[], object] = lambda: None) -> None:
-        """Compile the steps of short texts: for every bucket of prompt tokens, and for every number of sequences.
+        """Compile the steps of short texts in advance, so that no request waits for a plan or a kernel.
 
-        `report` is called after each step, because all of them together may take minutes.
+        There is a step for every bucket of prompt tokens, and one for every number of sequences.
+
+        Args:
+            report: Called after each step, because all steps together may take minutes.
         """
         for size in self._list_prompt_sizes():
             self._prepare_prompt(size, size)
@@ -110,10 +116,10 @@ class SlotPool:
             report()
 
     def compile_longer_steps(self) -> Iterator[None]:
-        """Compile the steps of longer texts, shorter ones first, and yield after each of them.
+        """Compile the steps of longer texts in advance, shorter ones first, and yield after each of them.
 
-        Without this, the first text of a context bucket waits for its plan and kernels, and all other requests wait
-        with it.
+        Otherwise the first text that reaches a new context bucket waits for its plan and kernels, and all other
+        requests wait with it.
         """
         length = MIN_CONTEXT_BUCKET
         while length < self.context:
@@ -201,7 +207,10 @@ class SlotPool:
             self.open_window_session(slot, 1).store.state(name)[:] = array
 
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
-        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot, and all of ring caches."""
+        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot.
+
+        Ring caches are copied completely.
+        """
         store, count = self._all_slots.store, self._all_slots.sequences
         for name in self._caches:
             rows = store.state(name).shape[0] // count

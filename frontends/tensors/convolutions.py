@@ -120,9 +120,9 @@ def transposed_convolution(
 def _compute_ceil_padding(
     x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
 ) -> list[int]:
-    """Return the extra padding at the end of each axis for ceil mode.
+    """Return how many entries to append to each axis so that ceil mode gets its incomplete last window.
 
-    In ceil mode the last window may be incomplete, but has to begin before the end of the axis.
+    In ceil mode the last window may pass the end of the axis, but has to begin before it.
     """
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
@@ -135,7 +135,10 @@ def _compute_ceil_padding(
 
 
 def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """Apply `pool` to a batch of images, or to one image without an image axis; `rank` is the number of pooled axes."""
+    """Apply `pool`, which needs an axis of images, to a batch of images or to one image without this axis.
+
+    `rank` is the number of pooled axes.
+    """
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
         return reshape(out, out.shape[1:])
@@ -151,7 +154,17 @@ def max_pool(
     ceil_mode: bool = False,
     returns_indices: bool = False,
 ) -> Tensor:
-    """Return the largest entry of each window, or with `returns_indices` its index in the window."""
+    """Return the largest entry of each window.
+
+    Args:
+        x: The images, [n, channels, ...] or without the axis n.
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        pads: Padding before and after each axis, which is never the largest entry.
+        dilation: Distance of the entries of a window on each axis.
+        ceil_mode: Whether the last window may pass the end of an axis.
+        returns_indices: Return the index of the entry in its window instead of the entry.
+    """
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
@@ -175,10 +188,17 @@ def average_pool(
     divisor: int | None = None,
     dilation: Sizes = (),
 ) -> Tensor:
-    """Return the mean of each window.
+    """Return the mean of the entries of each window.
 
-    Padding counts as entries if `count_padding` is set. Padding of `ceil_mode` never counts. `divisor` replaces the
-    number of entries.
+    Args:
+        x: The images, [n, channels, ...] or without the axis n.
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        pads: Padding before and after each axis.
+        ceil_mode: Whether the last window may pass the end of an axis. The added entries are never counted.
+        count_padding: Whether the entries of `pads` are counted.
+        divisor: Number to divide by, instead of the number of entries.
+        dilation: Distance of the entries of a window on each axis.
     """
     steps = tuple(dilation) or (1,) * len(size)
 
@@ -206,7 +226,10 @@ def average_pool(
 
 
 def multiply_axis_by_matrix(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
-    """Multiply one axis of `x` by a constant matrix [new entries, old entries]: each new entry is a weighted sum."""
+    """Replace each entry of one axis of `x` by a weighted sum of the entries of this axis.
+
+    `matrix` [new entries, old entries] has the weights.
+    """
     last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
     out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))

@@ -29,7 +29,7 @@ from .tensor import (
 
 
 def _reshape_value(x: Tensor, shape: Sequence[int]) -> Value:
-    """Return the graph value of `x`, reshaped to a shape of at most `MAX_RANK` axes."""
+    """Return the graph value of `x` in another shape, which has at most `MAX_RANK` axes."""
     return reshape_value(x.value, tuple(shape))
 
 
@@ -50,7 +50,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
     """Permute the axes of `x`: axis i of the result is axis ``axes[i]`` of `x`.
 
-    Consecutive permutations become one.
+    A permutation of a permutation becomes one permutation.
     """
     order = [x.normalise_axis(a) for a in axes]
     shape = tuple(x.shape[a] for a in order)
@@ -149,9 +149,14 @@ def unsqueeze(x: Tensor, axis: int) -> Tensor:
 
 
 def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
-    """Apply `change` to the graph value of `x` along one axis.
+    """Apply a function of graph values to one axis of a tensor.
 
-    `change` takes a graph value and the index of the axis. For a flat value, the axes before and after are merged.
+    Args:
+        x: The tensor.
+        axis: The axis.
+        change: Takes a graph value and the index of the axis in it, and returns the new value. A tensor with too many
+            axes
+            is passed with three axes: all before, the axis, and all after it.
     """
     at = x.normalise_axis(axis)
     if not x.exceeds_max_rank:
@@ -288,7 +293,7 @@ def repeat(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pad(x: Tensor, pads: Sequence[tuple[int, int]], value: Operand = 0) -> Tensor:
-    """Pad each axis of `x` with `value` before and after; negative numbers remove entries."""
+    """Add entries of `value` before and after each axis of `x`; negative numbers in `pads` remove entries."""
     for axis, (a, b) in enumerate(pads):
         if a < 0 or b < 0:
             x = slice_range(x, axis, max(0, -a), x.shape[axis] - max(0, -b))

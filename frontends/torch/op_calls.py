@@ -32,7 +32,7 @@ def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def with_scalar_support(row: OpConverter) -> OpConverter:
-    """Return a converter that also accepts scalar tensors, for a converter that needs at least one axis.
+    """Return a converter that also accepts scalar tensors, for a converter `row` that needs at least one axis.
 
     Each scalar tensor gets one axis of size 1 before the call, and the results lose it afterwards.
     """
@@ -96,7 +96,7 @@ def make_constant_like_converter(value: float) -> OpConverter:
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
-    """Convert ``full_like``: broadcast `value`, a number or a tensor, to the shape of `x`."""
+    """Convert ``full_like``: return `value`, a number or a tensor, for each entry of the shape of `x`."""
     if isinstance(value, Tensor):
         return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
@@ -157,7 +157,7 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
 
 
 def make_pad_converter(mode: str) -> OpConverter:
-    """Make the converter of a pad with entries of the operand, by the NumPy mode ``reflect`` or ``edge``."""
+    """Make the converter of a pad that repeats entries of the operand; `mode` is ``reflect`` or ``edge``."""
     return lambda x, pads: shapes.pad_by_mode(x, as_pads_per_axis(x, pads), mode)
 
 
@@ -314,7 +314,7 @@ def attention_with_logsumexp(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
-    """Convert attention with a log-sum-exp as second result, which is None here because only training needs it."""
+    """Convert attention that also returns a log-sum-exp; this result is None here, as only training needs it."""
     return attention(q, k, v, attn_mask, dropout_p, is_causal, scale), None
 
 
@@ -429,7 +429,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
 
 
 def broadcast_copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
-    """Convert ``copy``: return the source, broadcast to the shape of the destination `x`."""
+    """Convert ``copy``: return the source `src`, broadcast to the shape of the destination `x`."""
     return shapes.expand(src, x.shape)
 
 

@@ -211,7 +211,13 @@ class Tokenizer:
         return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
-        """Encode the text between special tokens, and yield all token ids; without `begins` no space is added first."""
+        """Encode a text with special tokens: yield the ids of the special tokens and of the text between them.
+
+        Args:
+            text: The text.
+            parse_special: Whether the text of a control token becomes that token.
+            begins: False for the continuation of another text, before which no space is added.
+        """
         for piece in self._split_at_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
@@ -221,9 +227,9 @@ class Tokenizer:
             begins = isinstance(piece, int)
 
     def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
-        """Split a text at special tokens into texts and token ids, as llama.cpp does.
+        """Split a text at its special tokens: return texts and token ids in order.
 
-        The longest special token is searched first, not the leftmost one.
+        As in llama.cpp, the longest special token is searched first, even if a shorter one stands further left.
         """
         pieces: list[str | int] = [text] if text else []
         for token in self._list_special_tokens(parse_special):

@@ -159,9 +159,10 @@ def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) ->
 
 
 def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Derive the BPE merges from token scores: all pairs of tokens that form a token, the highest score first.
+    """Derive BPE merges for a SentencePiece vocabulary, which stores token scores instead of merges.
 
-    SentencePiece vocabularies store no merges.
+    A merge is a pair of tokens whose joined text is a token too. The pair with the highest score of this token is
+    first.
     """
     merges = []
     # For one result the longer left part comes first: merging goes from left to right.
@@ -178,9 +179,15 @@ def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[fl
 def read_token_scores(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama"
 ) -> tuple[float, ...]:
-    """Read one score per token; raise `ModelError` if scores are missing or a token is too long.
+    """Read one score per token.
 
-    The limit is for `derive_merges_from_scores`. `kind` stands in the error message.
+    Args:
+        metadata: The keys of the model file.
+        token_ids: Token ids by text.
+        kind: Kind of the tokenizer, for the error message.
+
+    Raises:
+        ModelError: Scores are missing, or a token is too long for `derive_merges_from_scores`.
     """
     scores = read_numbers_per_token(metadata, "scores", len(token_ids))
     if scores is None:

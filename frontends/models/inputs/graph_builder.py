@@ -202,7 +202,7 @@ class StepGraphBuilder:
 
     @cached_property
     def negative_positions(self) -> Value:
-        """The negated positions of the tokens, i32[B, T]; RoPE with them undoes a rotation."""
+        """The negated position of each token, i32[B, T]; a RoPE with these positions undoes the usual rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:
@@ -267,14 +267,14 @@ class StepGraphBuilder:
         return ops.reshape(x, shape=(self.step.padded_token_count, x.spec.size // self.step.padded_token_count))
 
     def select_output_rows_unless_mtp(self, x: Value) -> Value:
-        """Select the output rows of ``x`` f32[B*T, n]: f32[outputs, n]. Steps with MTP blocks keep all rows.
+        """Return the rows of ``x`` f32[B*T, n] for tokens with requested logits; with MTP blocks, return all rows.
 
-        The output rows are the tokens with requested logits.
+        The result is f32[outputs, n], or ``x`` itself, because MTP blocks read every token.
         """
         return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
 
     def select_output_rows(self, x: Value) -> Value:
-        """Select the output rows of ``x`` f32[B*T, n], which are the tokens with requested logits: f32[outputs, n]."""
+        """Return the rows of ``x`` f32[B*T, n] for the tokens with requested logits: f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
     def write_and_read_cache(
@@ -340,10 +340,10 @@ class StepGraphBuilder:
         )
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
-        """Prepend the last ``row_count`` rows of earlier runs to ``new`` f32[B, T, c]: f32[B, row_count+T, c].
+        """Put the last ``row_count`` rows of earlier runs before the rows ``new`` f32[B, T, c]: f32[B, row_count+T, c].
 
-        The state ``name`` f32[B, row_count, c] keeps these rows. It then receives the last rows before the padding,
-        which the input ``conv_rows`` numbers.
+        The state ``name`` f32[B, row_count, c] keeps these rows from run to run. Its new value are the last rows
+        without padding; the input ``conv_rows`` has their numbers.
         """
         old = state(name, (self.step.sequences, row_count, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
@@ -377,9 +377,10 @@ class StepGraphBuilder:
     def run_recurrence(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:
-        """Apply a recurrence to the operands, update its state, and return its result.
+        """Apply a recurrence to the operands, set the new value of its state, and return its result.
 
-        If snapshots are needed, the recurrence runs token by token, since the op returns none.
+        The op returns only the last state. If a reversible step needs the state after each token, the recurrence runs
+        token by token.
 
         Args:
             rule: Maps operands and state to the result and the new state.

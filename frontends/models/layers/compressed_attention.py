@@ -55,7 +55,7 @@ class TokenBlocks:
 
     @property
     def history_token_count(self) -> int:
-        """Number of earlier tokens that a block may still need."""
+        """Number of earlier tokens of a sequence that the key of a later block may still need."""
         return self.tokens_per_key - 1
 
     @property
@@ -233,7 +233,10 @@ class CompressedAttention:
 
 
 def build_first_block_mask(pos: Value) -> Value:
-    """Build the mask of the first block, which has no previous block: -inf for it and 0 for others, f32[B, N, 1, 1]."""
+    """Build the mask that hides the previous block from the first block, which has none: f32[B, N, 1, 1].
+
+    It is -inf for a block that begins at position 0, and 0 for other blocks.
+    """
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
 

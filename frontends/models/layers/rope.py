@@ -130,9 +130,15 @@ def find_frequency_divisors(
 
 
 def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit: float) -> float:
-    """Compute the correction of the attention factor in `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
+    """Compute the factor that corrects the attention factor of `ops.rope` for files with their own YaRN multiplier.
 
-    The correction is 1 without the key ``rope.scaling.yarn_log_multiplier``.
+    `ops.rope` uses 1 + 0.1 ln(factor). The key ``rope.scaling.yarn_log_multiplier`` changes this number; without it the
+    correction is 1.
+
+    Args:
+        keys: The metadata.
+        factor: The scaling factor of the context.
+        unit: Factor of the multiplier in the metadata.
     """
     multiplier = keys.read_positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:

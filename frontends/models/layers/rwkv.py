@@ -189,7 +189,7 @@ class Rwkv7TimeMix(RwkvTimeMix):
 class RwkvDecoder(Decoder):
     """The decoder of RWKV, in which the FFN of a block also reads the previous token.
 
-    The residual is halved after each `span` blocks.
+    The residual is halved after every `span` blocks.
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -217,7 +217,7 @@ class RwkvDecoder(Decoder):
 
 
 def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
-    """Compute the previous token minus the token for each row of ``x`` f32[B*T, E].
+    """Return the previous token minus the token, for each row of ``x`` f32[B*T, E].
 
     The state ``name`` holds the last row of the previous run, and receives the last row of this one.
     """
