@@ -114,14 +114,17 @@ class ArchitectureKeys:
         return word
 
     def read_per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
-        """Read one boolean per block; integers count too, because llama.cpp writes integers."""
+        """Read one boolean per block, from one value for all blocks or from a list.
+
+        Integers count too, because llama.cpp writes integers.
+        """
         value = self.gguf.metadata.get(self._full_key(name))
         first = value[0] if isinstance(value, MetadataArray) and len(value) else value
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.read_per_layer(self._full_key(name), kind, blocks))
 
     def read_flag(self, name: str, default: bool) -> bool:
-        """Read a boolean, or return `default` if the key is missing; a non-zero integer counts as true."""
+        """Read a boolean, or return `default` if the key is missing; an integer counts as true unless it is 0."""
         return self.read_per_block_flags(name, 1)[0] if self.has(name) else default
 
     def is_list(self, name: str) -> bool:
@@ -129,9 +132,9 @@ class ArchitectureKeys:
         return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
 
     def read_block_count(self) -> int:
-        """Read ``block_count``, the number of blocks of the model.
+        """Read ``block_count``, the number of blocks of the model, which is at most the number of tensors of the file.
 
-        The count is at most the tensor count of the file; this bounds loops over a damaged count.
+        This limit stops loops over the blocks of a damaged file.
         """
         blocks = self.read_count("block_count")
         if blocks > len(self.gguf.tensors):

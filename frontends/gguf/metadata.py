@@ -23,7 +23,7 @@ MAX_PAIRS = 1 << 16
 
 
 class MetadataType(Enum):
-    """A type of metadata values: its number in the file, and its format for ``struct`` and NumPy if it is a number."""
+    """A type of metadata values: its number in the file, and for numbers the format in ``struct`` and in NumPy."""
 
     UINT8 = (0, "<B")
     INT8 = (1, "<b")
@@ -154,7 +154,10 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
 
 
 def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
-    """Read the array at the cursor without decoding its elements, after a check that the file contains all of them."""
+    """Read the array at the cursor, but decode its elements only when they are used.
+
+    The file must contain all of them.
+    """
     kind = _read_type(cursor)
     count = cursor.read_u64()
     start = cursor.position

@@ -26,7 +26,7 @@ CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 
 
 def make_dtype_name_validator(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
-    """Make the argument kind (a validator) that accepts the names of the given dtypes."""
+    """Make the validator of an argument that must be one of the given dtype names."""
     return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
 

@@ -90,7 +90,10 @@ class MicroBatchedSession:
     def _run_sequentially(
         self, microbatch_tokens: Sequence[PrefillChunk], every_position: bool, hidden: bool
     ) -> list[F32]:
-        """Run one micro-batch after the other, so that each step can be traced; restore all of them after an error."""
+        """Run the micro-batches one after the other, so that each step can be traced.
+
+        After an error, all micro-batches return to their state before the call.
+        """
         marks = [make_checkpoint(one) for one in self.sessions]
         try:
             answers = [
@@ -233,7 +236,7 @@ def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool 
 def make_session(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
 ) -> Session | MicroBatchedSession:
-    """Make a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
+    """Make a session for `sequences` sequences; it has micro-batches if they are predicted to be faster.
 
     Args:
         like: The session that has the weights.

@@ -35,7 +35,7 @@ def can_chunk(tokens: int) -> bool:
 
 
 def compute_pipeline_depth(plan: Plan) -> int:
-    """Return the number of pipeline stages of a plan, or 1 if the speedup of pipelined runs is too small."""
+    """Return the number of pipeline stages of a plan; 1 if pipelined runs would hardly be faster."""
     if len(plan.device_plans) == 1:
         return 1
     from ...scheduler.pipelining.stage_times import (
@@ -156,9 +156,9 @@ def split_tokens_into_chunks(tokens: PrefillChunk, sizes: Iterable[int]) -> list
 
 
 def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
-    """Return the output kind of each chunk: ``logits`` or ``hidden``.
+    """Choose for each chunk of a prompt whether it returns ``logits`` or only ``hidden`` rows.
 
-    The output matrix is large, so a chunk returns logits only if a caller needs them.
+    The output matrix is large, so a chunk returns logits only if the caller needs them.
     """
     last = {at for new in zip(*chunks, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
     asked = [not hidden and (every_position or at in last) for at in range(len(chunks))]
@@ -203,7 +203,10 @@ class ChunkedPrefill:
     def split_chunk_rows_by_sequence(
         self, results: Iterable[Mapping[str, F32]], idle_rows: Sequence[F32]
     ) -> list[list[F32]]:
-        """Split the output rows of each chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
+        """Split the output rows of each chunk by sequence.
+
+        An idle sequence, which has no tokens in the prefill, gets its entry of `idle_rows`.
+        """
         outputs = zip(results, self.outputs, self.chunks, strict=True)
         return [split_output_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
 
@@ -214,7 +217,10 @@ def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
 
 
 def split_output_rows(rows: F32, chunk: PrefillChunk, every_position: bool, idle_rows: Sequence[F32]) -> list[F32]:
-    """Split the output rows of a chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
+    """Split the output rows of a chunk by sequence.
+
+    An idle sequence, which has no tokens in the chunk, gets its entry of `idle_rows`.
+    """
     lengths = [len(new) if every_position else 1 for new in chunk]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, chunk, idle_rows, strict=True)]

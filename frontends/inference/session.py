@@ -59,17 +59,16 @@ COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
-    """Sequences of tokens over one model: runs batches of new tokens and keeps the states of the sequences.
+    """Runs new tokens of one or several sequences through a model, and keeps the states of the sequences.
 
-    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
-    plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
-    parallel. A session made `like` another session uses the devices and weights of that one, and has its own states.
-    With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
-    No bucket has fewer than `min_tokens` (1) new tokens per sequence.
-    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
-    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence for n-gram
-    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit the
-    model.
+    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. No
+    bucket has fewer than `min_tokens` (1) new tokens per sequence. All plans share weights and states. Threads that
+    share a session run one call at a time; separate sessions run in parallel. A session made `like` another one shares
+    its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
+    this number on, in the memory of `like`; only its lengths are its own. Each rank of `world` makes the same session
+    and the same calls, gets the same results, and loads the weights of its own devices. `watch` reports matching values
+    after every step. `recent` has the last tokens per sequence, for n-gram models. `planning_seconds` includes kernel
+    compilation. Raises `ModelError` for a request that does not fit the model.
     """
 
     @validate_arguments(
@@ -225,7 +224,7 @@ class Session:
         return split_output_rows(output, part, every_position, [self.make_idle_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
-        """Whether chunks run pipelined: on several stages, without MTP blocks, watch, trace or reversible step."""
+        """Whether chunks run pipelined: on several stages, but not with MTP blocks, watch, trace or reversible step."""
         alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
@@ -263,7 +262,7 @@ class Session:
         return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def bind_chunks(self, prefill: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
-        """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
+        """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
     def has_bound_pipelines(self, prefill: ChunkedPrefill) -> bool:

@@ -19,7 +19,7 @@ from ..errors import ModelError
 class StepStatistics:
     """Statistics of the watched values of one step, by value name.
 
-    The step ran `token_count` tokens from position `first_position` on.
+    The step ran `token_count` tokens; `first_position` is the position of the first one.
     """
 
     first_position: int

@@ -22,7 +22,7 @@ from .layers.feed_forward import PLAIN_ACTIVATIONS, linear, matmul, split_column
 
 
 class EmbeddingSkipDecoder(Decoder):
-    """A decoder in which every block adds the token embedding again, times a factor of the block. Talkie."""
+    """A decoder in which every block adds the token embedding once more, times a factor of the block (Talkie)."""
 
     def run_all_blocks(self) -> Value:
         x = first = self.embed_tokens()
@@ -208,7 +208,7 @@ def split_off_first_stream(x: Value) -> tuple[Value, Value]:
 
 
 def match_row_norms(x: Value, like: Value) -> Value:
-    """Scale the rows of ``x`` f32[n, k, E] to match the L2 norms of the rows of ``like`` f32[n, 1, E]."""
+    """Scale each row of ``x`` f32[n, k, E] so that its L2 norm equals that of the row in ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
@@ -352,10 +352,10 @@ class GatedMeanStreamDecoder(HyperConnectionDecoder):
 
 
 class AttentionResidualsDecoder(Decoder):
-    """A decoder with attention residuals: its parts read a softmax-weighted mix of earlier residuals.
+    """A decoder in which each mixer and each FFN reads a softmax-weighted mix of earlier residuals.
 
-    A part is a mixer or an FFN. The mix has the present residual and the saved ones, from the start of each span of
-    blocks. Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
+    The mix contains the present residual, and the residuals that were saved at the start of each span of blocks. Kimi
+    team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
     def run_all_blocks(self) -> Value:
@@ -396,10 +396,9 @@ class AttentionResidualsDecoder(Decoder):
 
 
 class AlternatingStacksDecoder(Decoder):
-    """A decoder with two stacks of blocks that run in turn, each on the sum of both results.
+    """A decoder with two stacks of blocks that run in turn; each pass of a stack reads the sum of the results of both.
 
-    Each pass of a stack has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp
-    ``hrm-text.cpp``.
+    Each pass has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """
 
     def run_all_blocks(self) -> Value:

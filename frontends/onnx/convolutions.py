@@ -103,7 +103,10 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
 
 
 def make_global_pool_converter(kind: str) -> Any:
-    """Make the converter of a global pooling over all spatial axes; `kind` is ``mean`` or ``max``."""
+    """Make the converter of a pooling over all spatial axes, which leaves one entry per channel.
+
+    `kind` is ``mean`` or ``max``.
+    """
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))

@@ -139,7 +139,10 @@ def keep_triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tens
 
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
-    """Convert ``Reshape``: a size of 0 keeps the axis unless `allowzero` is set, and one -1 is inferred."""
+    """Convert ``Reshape``: return `x` with another shape.
+
+    In `shape`, one -1 is inferred from the other sizes. A 0 keeps the size of the axis, unless `allowzero` is set.
+    """
     sizes = as_integers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
@@ -269,7 +272,7 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
 
 
 def constant(**attributes: Any) -> Tensor:
-    """Convert ``Constant``: return its constant, which is exactly one of the attributes ``value*``."""
+    """Convert ``Constant``: return the constant tensor in the one attribute ``value*`` that is given."""
     ((kind, value),) = attributes.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
@@ -289,7 +292,7 @@ def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
-    """Convert ``OneHot``: return ``values[1]`` at the index of each id on a new axis, and ``values[0]`` elsewhere.
+    """Convert ``OneHot``: along a new axis, return ``values[1]`` at each id and ``values[0]`` elsewhere.
 
     The new axis has `depth` entries.
     """

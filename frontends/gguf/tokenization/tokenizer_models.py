@@ -48,7 +48,9 @@ NO_TOKEN = "\0\0nothing"
 
 
 class TokenizerModelCache:
-    """Builds and keeps the tokenizer models of one vocabulary: small ones for short texts, and the full one.
+    """Builds the tokenizer models of one vocabulary on demand, and keeps them.
+
+    A short text uses a small model that is built fast. Longer texts use the model of the full vocabulary.
 
     Args:
         metadata: The keys of the model file.

@@ -94,9 +94,9 @@ def read_numbers_per_token(metadata: Mapping[str, object], name: str, length: in
 
 
 def read_pre_tokenizer_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizerRule:
-    """Read the pre-tokenizer rule of a vocabulary, which splits text into words before BPE merges.
+    """Read the rule by which text is split into pieces before BPE merges.
 
-    Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
+    The key ``tokenizer.ggml.pre`` names the rule, but only for the kinds of tokenizers in `PRE_KINDS`.
     """
     if kind in PRE_KINDS:
         return select_pre_tokenizer_rule(read_scalar(metadata, "pre", str, "default") or "default")

@@ -19,9 +19,9 @@ from .step import RingCacheInput, Step, count_cache_rows
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
+    """Which earlier tokens a token may attend to: all of them, or only those in the last ``window`` cells.
 
-    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
+    A cell is the place of one token in a KV cache. The own cell of the token counts; ``window`` 0 means all cells.
 
     - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
     - ``has_distance_bias`` adds distances to the mask, for ALiBi.
@@ -37,7 +37,10 @@ class AttentionWindow:
 
     @property
     def ring_window(self) -> int:
-        """Number of tokens after which a cell is never read again, so that a ring cache may overwrite it; or 0."""
+        """Number of tokens after which a cell is never read again; 0 if a cell may be read at any time.
+
+        A ring cache may overwrite such a cell.
+        """
         return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 
 
@@ -58,11 +61,11 @@ They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows 
 
 
 class StepGraphBuilder:
-    """Builds the graph of one `Step`: it has the inputs, the values that layers share, and the state updates.
+    """Builds the graph of one `Step`: it holds the graph inputs, the values that layers share, and the state updates.
 
-    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
-    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block,
-    for control vectors.
+    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. The
+    graph keeps only the inputs that its outputs depend on. ``steered(block, x)`` adds control vectors: it returns the
+    residual after a block.
     """
 
     def __init__(
@@ -101,7 +104,8 @@ class StepGraphBuilder:
     def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
         """Build the mask f32[B, T, T] of bidirectional attention: a token attends to its whole text or to a window.
 
-        A centred window has half of its tokens on either side. Another window or a chunk hides earlier tokens only.
+        A centred window has half of its tokens on either side. A window that is not centred, or a chunk, hides only
+        earlier tokens.
         """
         count, half = self.step.tokens, attention_window.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
@@ -206,9 +210,9 @@ class StepGraphBuilder:
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:
-        """Compute the quotient ``(pos + offset) // ratio`` of each token position, f32[B, T].
+        """Compute ``(pos + offset) // ratio`` for each token position ``pos``, f32[B, T].
 
-        Half a position is added, so that rounding errors do not change the quotient.
+        Half a position is added before the division, so that rounding errors do not change the quotient.
         """
         pos = ops.cast(self.pos, dtype=DType.F32)
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
@@ -360,14 +364,14 @@ class StepGraphBuilder:
 
     @property
     def snapshot_count(self) -> int:
-        """Number of state snapshots that a recurrent op must return: one per token in a reversible step, else 1."""
+        """Number of states that a recurrent op must return: one per token in a reversible step, else only the last."""
         return self.step.tokens if self.step.reversible else 1
 
     def set_state(self, old: Value, new: Value) -> None:
-        """Set the value of a state at the end of the run to ``new`` f32[B, ...].
+        """Set the value that a state gets at the end of the run to ``new`` f32[B, ...].
 
-        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are
-        saved.
+        In a reversible step, ``new`` is f32[B, snapshots, ...] and has the state after several tokens. Its first entry
+        is the new state, and all entries are saved.
         """
         if self.snapshot_count > 1:
             self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new

@@ -37,13 +37,13 @@ The keys of blocks of 4 tokens include the tokens of the previous block.
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs that describe them.
+    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs for them.
 
     A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
 
-    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as rows in [history rows, new tokens].
+    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as row numbers in [history rows, new tokens].
     - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
-    - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write a spare row.
+    - ``block_slot.R`` i32[B*N]: the cache row of each block; an incomplete block writes a spare row.
     """
 
     ratio: int
@@ -174,10 +174,10 @@ class CompressedAttention:
     def compute_block_keys(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, blocks: TokenBlocks
     ) -> Value:
-        """Compute the keys of the blocks that this run completes, and return all block keys of the cache.
+        """Compute the keys of the token blocks that this run completes, and return all block keys of the cache.
 
-        A block key is a weighted mean over its tokens, with softmax weights per column. The result is f32[B, blocks,
-        1, size].
+        A block key is a mean over the tokens of a block, weighted by a softmax for each column. The result is f32[B,
+        blocks, 1, size].
         """
         block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
         columns = size * (blocks.tokens_per_key // ratio)

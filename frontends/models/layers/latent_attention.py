@@ -240,7 +240,10 @@ class LatentAttention:
 
 
 def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rope: Rope | None) -> float:
-    """Return YaRN's factor of the attention scores: the square of its attention factor."""
+    """Return the factor of attention scores that YaRN adds, which is the square of its factor of queries and keys.
+
+    The result is 1 without RoPE.
+    """
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)

@@ -145,7 +145,10 @@ class Mamba2(Mamba):
 
 
 class Plamo2Mamba(Mamba):
-    """The Mamba layer of PLaMo 2: heads as in Mamba-2, and step sizes and matrices as in Mamba."""
+    """The Mamba layer of PLaMo 2, a mix of both versions.
+
+    It has heads as in Mamba-2, but computes step sizes and matrices as in Mamba.
+    """
 
     __slots__ = ()
 
