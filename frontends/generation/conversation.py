@@ -57,9 +57,9 @@ class Conversation:
         """The tokens of the conversation: all that the session has read, and possibly one more of a stopped answer."""
 
     def reply(self, text: str) -> Iterator[str]:
-        """Reply to a user message, and yield the answer in pieces.
+        """Answer a user message: yield the answer in pieces as they are generated.
 
-        The conversation keeps the written part of an interrupted answer.
+        If an answer is interrupted, the conversation keeps the part that was written.
 
         Raises:
             ModelError: The message does not fit into the context. The conversation is then unchanged.

@@ -91,7 +91,7 @@ def _has_tokens(expression: Expression) -> bool:
 
 
 def _find_regular_rules(rules: Rules) -> frozenset[str]:
-    """Find the names of the regular rules: rules without recursion and without tokens, which can be in a lexeme."""
+    """Find the names of the rules that can be part of a lexeme: rules without recursion and without tokens."""
     regular: set[str] = set()
     left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
     while ready := [name for name, needed in left.items() if needed <= regular]:
@@ -103,7 +103,7 @@ def _find_regular_rules(rules: Rules) -> frozenset[str]:
 
 @cache
 def _compute_utf8_lead_bytes(first: int, last: int) -> int:
-    """Compute the set of lead bytes of the UTF-8 text of the characters `first` to `last`, as a bit mask."""
+    """Compute the set of first bytes that the characters `first` to `last` have in UTF-8, as a bit mask."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
         a, b = max(first, low), min(last, high)
@@ -264,9 +264,9 @@ class _LexemeChooser:
     def find_candidate_lexeme_sets(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
-        """Find the sets of lexemes that are candidates at the same position of a text.
+        """Find all sets of lexemes that may match at the same position of a text.
 
-        Two one-character lexemes with a common first byte may match together. Their sets of followers are then
+        Two lexemes of one character that share a first byte may match together. Their sets of followers are then
         merged.
 
         Args:

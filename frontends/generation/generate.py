@@ -148,9 +148,9 @@ class GenerationParams:
     token_count: int | None = None
 
     def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
-        """Shift a full context: return the tokens that replace it, at most half of `context`.
+        """Return the tokens that replace the full context: its first `pinned_tokens` tokens and its last tokens.
 
-        These are the first `pinned_tokens` tokens and the last tokens of the text.
+        Together they are at most half of `context`.
         """
         assert self.pinned_tokens is not None
         pinned = min(self.pinned_tokens, context // 4)

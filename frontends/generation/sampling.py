@@ -150,9 +150,9 @@ class Sampling:
         return adjusted
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the tokens that pass the filters top-k, top-p and min-p: their ids and logits, most probable first.
+        """Return the tokens that pass the filters top-k, top-p and min-p, the most probable first; at least one passes.
 
-        At least one token passes.
+        The first array has the token ids, the second one their logits.
         """
         is_partial = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
         ids = find_top_k(logits, self.top_k) if is_partial else argsort_descending(logits)[: self.top_k or None]

@@ -65,10 +65,11 @@ class Session:
     bucket has fewer than `min_tokens` (1) new tokens per sequence. All plans share weights and states. Threads that
     share a session run one call at a time; separate sessions run in parallel. A session made `like` another one shares
     its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
-    this number on, in the memory of `like`; only its lengths are its own. Each rank of `world` makes the same session
-    and the same calls, gets the same results, and loads the weights of its own devices. `watch` reports matching values
-    after every step. `recent` has the last tokens per sequence, for n-gram models. `planning_seconds` includes kernel
-    compilation. Raises `ModelError` for a request that does not fit the model.
+    this number on, in the memory of `like`; only its lengths are its own.
+
+    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
+    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence, for n-gram
+    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit.
     """
 
     @validate_arguments(
@@ -266,7 +267,7 @@ class Session:
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
     def has_bound_pipelines(self, prefill: ChunkedPrefill) -> bool:
-        """Whether every step of a chunked prefill is already bound for pipelined runs."""
+        """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
         return all(step in self._pipelines for step in prefill.steps)
 
     def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
@@ -275,7 +276,7 @@ class Session:
         return prefill.split_chunk_rows_by_sequence(runs, [self.make_idle_rows(False)] * self.sequences)
 
     def make_idle_rows(self, hidden: bool) -> F32:
-        """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
+        """Return the empty rows that an idle sequence gets: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance_by(self, chunk: PrefillChunk) -> None:
@@ -299,7 +300,7 @@ class Session:
                 )
 
     def is_cache(self, name: str) -> bool:
-        """Whether a state is a cache, with one row per cell of each sequence, not one entry per sequence."""
+        """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
         return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
@@ -336,7 +337,7 @@ class Session:
         )
 
     def _get_context_bucket(self, length: int) -> int:
-        """Return the context bucket for the longest sequence, which has `length` tokens after the run."""
+        """Return the context bucket, a power of two, for a longest sequence of `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
@@ -347,7 +348,7 @@ class Session:
         return self._step_of(room, length, outputs, gives, reversible)
 
     def _get_token_bucket(self, tokens: int) -> int:
-        """Return the token bucket of a run; with a value watch the exact count, because statistics skip padding."""
+        """Return the token bucket of a run: a power of two, or `tokens` itself with a value watch (no padding)."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))

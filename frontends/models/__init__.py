@@ -173,16 +173,16 @@ class Model:
 
     @property
     def draft_columns(self) -> int:
-        """Number of columns of `Batch.draft_inputs`, over all MTP blocks."""
+        """Number of columns of `Batch.draft_inputs`, the rows that all MTP blocks read with the next token."""
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state belongs to the sequences themselves, not to MTP blocks or to rewinding."""
+        """Return whether a state belongs to the sequences; states of MTP blocks and copies for rewinding do not."""
         guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def require_context_fits(self, context: int) -> None:
-        """Raise `ModelError` unless ``context`` tokens fit into the trained context length."""
+        """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
         if context > self.context_length:
             raise ModelError(
                 f"context size is {context}, but the model was trained for {self.context_length}; choose less"

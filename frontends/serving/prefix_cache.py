@@ -41,7 +41,7 @@ class SlotMemory(Protocol):
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """Number of last tokens that a slot can drop in its ring caches; see `SlotPool.ring_slack_tokens`."""
+        """Number of its last tokens that a slot can drop and still go on; see `SlotPool.ring_slack_tokens`."""
 
     def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot; see `SlotPool.clear_recurrent_states`."""
@@ -161,7 +161,7 @@ class PrefixCache:
         return shared if slack is None or self._lengths[slot] - shared <= slack else 0
 
     def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
-        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all others."""
+        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
         source, target = match.source, match.target
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))

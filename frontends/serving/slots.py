@@ -74,7 +74,10 @@ class SlotPool:
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """Number of last tokens that a slot with ring caches can drop and still resume; None without ring caches."""
+        """Number of its last tokens that a slot can drop and still go on from the remaining ones.
+
+        Ring caches limit it, because they overwrite old cells; None without ring caches.
+        """
         return next_power_of_two(self.batch) if self._rings else None
 
     @property

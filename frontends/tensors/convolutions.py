@@ -24,9 +24,18 @@ Sizes = Sequence[int]
 def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the sliding windows of `x` (im2col), and the window count of each axis.
+    """Return the sliding windows of `x` (im2col), and how many windows each axis has.
 
-    The windows are [images, windows, channels, entries]; `value` fills the padding.
+    Args:
+        x: The images, [images, channels, ...].
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        dilation: Distance of the entries of a window on each axis.
+        pads: Padding before and after each axis.
+        value: The number that fills the padding.
+
+    Returns:
+        The windows [images, windows, channels, entries], and the number of windows on each axis.
     """
     counts = tuple(
         (n + a + b - d * (k - 1) - 1) // s + 1
@@ -237,7 +246,10 @@ def multiply_axis_by_matrix(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    """Return means over `sizes` windows of nearly equal length along the last axes."""
+    """Return the means of windows of nearly equal length along the last axes.
+
+    `sizes` has the number of windows on each of these axes.
+    """
     for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
         n = x.shape[axis]
         matrix = np.zeros((out, n))
@@ -249,9 +261,11 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """Return the cubic interpolation weights of the four neighbours of a point (Keys, 1981).
+    """Return the weights of the four neighbours of a point in cubic interpolation (Keys, 1981).
 
-    `t` is the distance of the point from the second neighbour. `a` is the coefficient of the cubic kernel.
+    Args:
+        t: The distance of the point from the second neighbour.
+        a: The coefficient of the cubic kernel.
     """
 
     def inner_weight(u: np.ndarray) -> np.ndarray:

@@ -147,7 +147,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, text=TEXT)
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that continues another text: no space is added before it, and no special tokens.
+        """Encode a text that continues another text: neither a space nor special tokens are added before it.
 
         Raises:
             ModelError: As for `encode`.
@@ -157,7 +157,9 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_chat_continuation(self, rendered: str, last: int) -> list[int]:
-        """Encode the continuation of a rendered chat, which follows the token `last`.
+        """Encode text of a rendered chat that continues earlier text, whose last token is `last`.
+
+        The last token decides whether a space is added before the text, or white space is removed.
 
         Raises:
             ModelError: As for `encode`.

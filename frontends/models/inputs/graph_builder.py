@@ -218,13 +218,13 @@ class StepGraphBuilder:
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
     def compute_positions_in_block(self, ratio: int) -> Value:
-        """Compute the position of each token in its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
+        """Compute the position of each token inside its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
         pos = ops.cast(self.pos, dtype=DType.F32)
         start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.padded_token_count,))
 
     def build_complete_block_mask(self, ratio: int) -> Value:
-        """Build the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that are complete at each token.
+        """Build the mask f32[B, T, blocks] that hides blocks of ``ratio`` tokens that are not complete yet at a token.
 
         A block is complete for a token if the block ends at this token or earlier.
         """
@@ -232,10 +232,10 @@ class StepGraphBuilder:
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
     def scale_queries_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
-        """Scale queries f32[B, T, heads, size] by the attention temperature of their position.
+        """Scale queries f32[B, T, heads, size] by a temperature that grows with the position ``pos`` of the token.
 
-        The queries are multiplied by ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor,
-        factor, offset); `None` changes nothing.
+        The factor is ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor, factor, offset); `None`
+        changes nothing.
         """
         if temperature is None:
             return q
@@ -259,7 +259,7 @@ class StepGraphBuilder:
         return self.make_shared_integer_input("conv_rows", self.step.sequences, self.taps - 1)
 
     def make_shared_integer_input(self, name: str, *shape: int) -> Value:
-        """Return the graph input ``name`` i32[shape]; all callers share one input per name."""
+        """Return the graph input ``name`` i32[shape]; later calls with this name return the same input."""
         return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
 
     def rows_to_sequences(self, x: Value, *shape: int) -> Value:
@@ -291,7 +291,7 @@ class StepGraphBuilder:
         attention_window: AttentionWindow = FULL_WINDOW,
         dtype: DType | None = None,
     ) -> Value:
-        """Write new rows into a cache, and return all its cells [B, cells, heads, size].
+        """Write new rows into a cache, and return the cells that attention reads, [B, cells, heads, size].
 
         The cache is a state [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare
         row.

@@ -26,12 +26,15 @@ MIN_WEIGHT_SUM = 2.0**-14
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The mixture-of-experts hyperparameters of one layer: a token uses some of ``count`` experts.
+    """The mixture-of-experts hyperparameters of one layer, in which each token uses only some of ``count`` experts.
 
-    A shared expert, which all tokens use, is added if the file has it. ``gating`` turns router scores into routing
-    weights. The weights of the selected experts are divided by their sum if ``has_normalised_weights``, and
-    multiplied by ``scale``. With several ``groups`` of experts, only experts of the best ``groups_used`` groups are
-    selected. Groups are ranked by the sum of their two best weights.
+    - ``gating``: the function that turns router scores into routing weights.
+    - ``has_normalised_weights``: whether the weights of the selected experts are divided by their sum.
+    - ``scale``: factor of these weights.
+    - ``groups``, ``groups_used``: only experts of the best groups are selected. Groups are ranked by the sum of their
+      two best weights.
+
+    A shared expert, which all tokens use, is added if the file has it.
     """
 
     count: int
@@ -222,9 +225,10 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 def compute_selection_scores(
     weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
 ) -> Value:
-    """Compute the scores for the selection of experts, f32[n, 1, count].
+    """Compute the scores by which experts are selected, f32[n, 1, count].
 
-    These are the probabilities plus a bias, if the file has one, and -inf outside the best groups of experts.
+    A score is the probability of an expert plus a bias, if the file has one. It is -inf outside the best groups of
+    experts.
     """
     if experts.family.special_routing == "weighted input":
         return scores

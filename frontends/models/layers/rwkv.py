@@ -72,10 +72,10 @@ class RwkvTimeMix:
 
 
 class Rwkv6TimeMix(RwkvTimeMix):
-    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a decaying matrix state per head.
+    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a matrix state per head that decays.
 
-    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
-    - decay), and groups of heads share keys and values.
+    Models made from Qwen have no bonus for the present token. Their rule is gated linear attention with keys times (1 -
+    decay), and groups of heads share keys and values.
     """
 
     __slots__ = ()
