@@ -116,7 +116,11 @@ def run_batched_benchmark(args: argparse.Namespace, model: Model, groups: Sequen
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTest:
-    """A benchmark test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` untimed tokens."""
+    """One benchmark test: how long the model takes for a number of tokens.
+
+    - `kind`: ``pp`` reads `tokens` tokens as one prompt, ``tg`` generates them one by one.
+    - `depth`: tokens that are in the context before, without being timed.
+    """
 
     kind: str
     tokens: int
@@ -157,7 +161,7 @@ def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Seq
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    """The settings of a benchmark: tests of a model with `repeats` timed runs each.
+    """The settings of a benchmark: the model, its tests, and the number `repeats` of timed runs of each test.
 
     A run has at most `batch` tokens.
     """
@@ -243,7 +247,7 @@ def reset_and_prefill_depth(session: Session, test: BenchmarkTest, tokens: Seque
 
 
 def measure_test_seconds(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
-    """Measure the seconds of one run of a test, in a session of one sequence."""
+    """Run a test once in a session of one sequence, and return the seconds."""
     reset_and_prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
@@ -366,7 +370,7 @@ def compute_standard_deviation(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """The time of one kernel in a run of a device: its number of calls and their total seconds."""
+    """The time of one kernel in a run on a device: how often it was called, and the seconds of all calls together."""
 
     kernel: str
     count: int

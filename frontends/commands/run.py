@@ -281,9 +281,9 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
 
 
 def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
-    """Compare all values of a prompt with another device; print the first one that differs, and the graph around it.
+    """Compare all values of a prompt with another device; print the first wrong one, and the graph around it.
 
-    The last token is a step of its own, because other kernels compute it.
+    The last token is a step of its own, because other kernels compute single tokens.
 
     Returns:
         The exit code: 1 if a value differs, else 0.
@@ -318,7 +318,7 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
 
 
 def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
-    """Answer one message, or several messages on a terminal; return the exit code."""
+    """Answer one message, or hold a conversation if stdin is a terminal; return the exit code."""
     format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
@@ -374,7 +374,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
-    """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
+    """Return the decoder that drafts tokens with a draft model (-md) or MTP blocks; None if no flag asks for one."""
     if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:

@@ -247,7 +247,7 @@ def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
 
 
 def read_server_options(args: argparse.Namespace) -> ServerOptions:
-    """Read the options of the HTTP server from the flags, and from the files of keys and of the chat template.
+    """Read the options of the HTTP server from the flags, and from the files that they name (API keys, chat template).
 
     Raises:
         ModelError: The extra ``server`` is not installed, or options contradict each other.

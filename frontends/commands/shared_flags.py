@@ -225,7 +225,14 @@ def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
 
 
 def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
-    """Open a session as the flags describe it; without `watched` the flag `--watch` is ignored."""
+    """Open a session as the flags describe it.
+
+    Args:
+        args: The parsed flags.
+        model: The model.
+        context: Context in tokens.
+        watched: False ignores the flag `--watch`.
+    """
     if args.cache_dir:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
     if args.threads:

@@ -218,7 +218,10 @@ class GbnfParser:
         return CharacterRanges(tuple(ranges), is_negated)
 
     def parse_character(self, end: str) -> int:
-        """Parse one character or escape, and return its code point; `end` names the closing text in errors."""
+        """Parse one character or escape sequence, and return its code point.
+
+        `end` is the text that would close the literal; error messages name it.
+        """
         start, char = self.position, self.next_character
         if not char:
             self.fail(end)

@@ -41,7 +41,10 @@ class DraftAcceptanceCounts:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of a text (draft tokens), with a session of a draft model or of the model itself."""
+    """Proposes the next tokens of a text (draft tokens), which the model then checks.
+
+    `session` runs a small draft model, or the model itself.
+    """
 
     session: Session
 

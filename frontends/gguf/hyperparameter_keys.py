@@ -46,7 +46,7 @@ class ArchitectureKeys:
         return self.read_count(name, 0, minimum=0) or default
 
     def read_per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
-        """Read one count per block, from one number for all blocks or from an array with a number per block."""
+        """Read one count per block; the file has an array of them, or one number for all blocks."""
         return tuple(
             self._check_count(name, n, 0) for n in self.gguf.read_per_layer(self._full_key(name), int, blocks, default)
         )
@@ -63,7 +63,7 @@ class ArchitectureKeys:
         return numbers
 
     def read_per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
-        """Read one limit per block, a non-negative number; 0 (no limit) if the key is missing."""
+        """Read one non-negative number per block that limits some value; 0 means no limit, also for a missing key."""
         values = self.gguf.read_per_layer(self._full_key(name), float, blocks, 0.0)
         if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
             raise self.make_key_error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")

@@ -71,7 +71,9 @@ class MetadataArray(Sequence[MetadataValue]):
     _decoded_items: list[tuple[MetadataValue, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
-        """Return the numbers as a NumPy array [length]: a read-only, possibly unaligned view; booleans as a copy.
+        """Return the numbers as a NumPy array [length], as a read-only view of the file that may be unaligned.
+
+        Booleans are copied.
 
         Raises:
             ModelError: The elements are not numbers.

@@ -99,7 +99,7 @@ class Gguf:
     def read_per_layer(
         self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None
     ) -> tuple[Scalar, ...]:
-        """Read one metadata value per layer, from one value for all layers or from an array with a value per layer.
+        """Read one metadata value per layer; the file has an array of them, or one value for all layers.
 
         Raises:
             ModelError: The key is missing without a default, or the values have another type or are too few.

@@ -368,7 +368,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
-        """Append tokens in one step, and yield the difference of each value from the same op on another device."""
+        """Append tokens in one step; yield how each value differs if its op runs on `device` with the same operands."""
         new = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([new])
@@ -382,7 +382,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
-        """Return the executor of a step: its plan, bound to the memory of this session; the first call binds it."""
+        """Return the executor of a step, its plan bound to the memory of this session; the first call binds it."""
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
@@ -393,7 +393,7 @@ class Session:
             return self._executors[step]
 
     def pipeline(self, step: Step) -> PipelinedPlan:
-        """Return the plan of a step, bound for pipelined runs; the first call binds it."""
+        """Return the plan of a step, bound to this session for pipelined runs; it is bound at the first call."""
         if step not in self._pipelines:
             from ...scheduler import PipelinedPlan
 

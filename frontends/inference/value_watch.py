@@ -68,7 +68,7 @@ class ValueWatch:
         select_matching_values(graph, self.pattern)
 
     def add_watched_outputs(self, graph: Graph) -> Graph:
-        """Return the graph with the watched values as further outputs."""
+        """Return the graph with all watched values as additional outputs."""
         from ...scheduler import select_matching_values, with_observed_values
 
         return with_observed_values(graph, select_matching_values(graph, self.pattern))

@@ -142,7 +142,7 @@ class Model:
         return self.hyper.window_tokens(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def tokens_per_cell(self, cache: str) -> int:
-        """Return the number of tokens per cell of a cache: 1, or the tokens of a block in compressed attention."""
+        """Return how many tokens share a cell of a cache: one, or with compressed attention the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.tokens_per_block(int(layer)) if kind == "cache_c" else 1
 

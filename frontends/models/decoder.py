@@ -47,7 +47,10 @@ class Decoder:
         return self.frame.build_graph({"hidden": x})
 
     def run_all_blocks(self) -> Value:
-        """Embed the tokens, run all blocks, and return the residual after the last one: f32[n, E], output rows only."""
+        """Embed the tokens, run all blocks, and return the residual after the last one.
+
+        The result is f32[n, E] and has only the rows of tokens with requested logits.
+        """
         x = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.run_block(i, layer, x))
@@ -204,9 +207,15 @@ class Decoder:
         return ops.scale(y, scale=math.sqrt(0.5)) if self.family.parallel_dense_ffn == "mean" else y
 
     def run_separately_normed_experts_and_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
-        """Return the sum of the results of experts and dense FFN, each with its own norms; the router has a third norm.
+        """Return the sum of the results of experts and dense FFN of block i, each with norms of its own, f32[n, E].
 
-        Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
+        The operand of the router has a third norm. Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
+
+        Args:
+            i: Number of the block.
+            layer: The hyperparameters of the block.
+            h: The operand of the dense FFN, f32[n, E].
+            added: The residual after the mixers, f32[n, E].
         """
         weights, block, experts, width = self.weights, f"blk.{i}", layer.experts, self.hyper.width
         assert experts is not None

@@ -120,7 +120,7 @@ class MtpGraphBuilder:
         return self.hyper.vocabulary_size, self.hyper.width
 
     def weight_prefix(self, k: int) -> str:
-        """Return the prefix of the names of the weights that MTP block k has of its own."""
+        """Return the common prefix of the names of those weights that only MTP block k has."""
         return f"blk.{self.hyper.stored_blocks + k}.nextn"
 
 

@@ -95,7 +95,7 @@ def average_pool(
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
-    """Convert ``LpPool``: return the p-norm of each window, the p-th root of its sum of p-th powers."""
+    """Convert ``LpPool``: return the p-norm of each window, the p-th root of the sum of ``|x| ** p``."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
     sums = arith.scale_and_shift(means, math.prod(kernel_shape))

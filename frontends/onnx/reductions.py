@@ -66,12 +66,15 @@ reduce_log_sum_exp = make_reduction_converter(
 
 
 def make_max_min_prod_converter(kind: str) -> OpConverter:
-    """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``; `kind` is ``max``, ``min`` or ``prod``."""
+    """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``, by `kind`: ``max``, ``min`` or ``prod``."""
     return make_reduction_converter(lambda x, over, keep: reductions.reduce_by_kind(kind, x, over, keep))
 
 
 def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:
-    """Make the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
+    """Make the converter of ``ArgMax`` or ``ArgMin``, which returns the index of the first largest or smallest entry.
+
+    With ``select_last_index`` the converter returns the last one, by a search of the reversed axis.
+    """
 
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
@@ -254,7 +257,10 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1
 
 
 def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    """Convert ``LRN``: divide by a power of the sum of squares of `size` neighbouring channels."""
+    """Convert ``LRN``: divide each entry by a power of the sum of squares over `size` neighbouring channels.
+
+    The divisor is ``(bias + alpha / size * sum) ** beta``.
+    """
     c = x.shape[1]
     i = np.arange(c)
     is_neighbour = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)

@@ -39,9 +39,9 @@ def choose_slot_window(slots: Sequence[int]) -> tuple[int, int]:
 
 
 class SlotPool:
-    """The memory of `slots` sequences (slots) of `context` tokens, over the weights of a session.
+    """The memory in which a server runs up to `slots` sequences, over the weights of a session.
 
-    Raises `ModelError` for a model without steps.
+    A slot is the place of one sequence of at most `context` tokens. Raises `ModelError` for a model without steps.
 
     Args:
         like: The session that has the weights.

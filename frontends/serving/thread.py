@@ -253,7 +253,7 @@ class EngineThread:
                 receiver(event)
 
     def _fail_all_requests(self, why: str) -> None:
-        """Fail all requests: send each an end event with the error `why`, and refuse further requests."""
+        """End all requests with the error `why`, and refuse further requests."""
         with self._receivers_lock:
             self._failure = self._failure or why
             receivers, self._receivers = self._receivers, {}

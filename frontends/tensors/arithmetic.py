@@ -153,7 +153,7 @@ def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
 
 
 def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor:
-    """Return the remainder of a division, with the sign of `b` for ``floor`` and of `a` for ``trunc``."""
+    """Return the remainder of ``a / b``, which has the sign of `b` for ``floor`` and the sign of `a` for ``trunc``."""
     if _are_integers_or_booleans(a, b):
         return _apply_integer_op(f"{rounding_mode}_mod", a, b)
     rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))

@@ -30,7 +30,7 @@ def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
 
 
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Return the entries of one axis of `x` at a list of indices."""
+    """Return the entries of one axis of `x` at the positions `ids`, which may depend on data; the axis stays."""
     at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     if ids.constant is not None:
         return take_at_constant_indices(x, at, np.asarray(ids.constant).reshape(-1))
@@ -151,7 +151,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Return `x` with ``x[indices]`` replaced by `values`, or increased by `values` if `accumulate` is set.
+    """Return `x` with `values` written to ``x[indices]``, or added there if `accumulate` is set.
 
     Raises:
         ModelError: The shape of `values` depends on the content of a boolean mask.

@@ -120,12 +120,12 @@ def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def max_or_min_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the maximum or minimum along an axis, and its index in i64; `kind` is ``max`` or ``min``."""
+    """Return the largest entries along an axis and their indices in i64; the smallest ones if `kind` is ``min``."""
     return reduce_by_kind(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
 def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
-    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` names the reduction."""
+    """Return the running ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` is one of these words."""
     if x.is_bool:
         x = cast(x, DType.I64)
     if not x.rank:

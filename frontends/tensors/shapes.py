@@ -80,7 +80,10 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def permute_value(value: Value, order: Sequence[int]) -> Value:
-    """Permute the axes of a graph value; consecutive permutations become one, and an identity adds no node."""
+    """Permute the axes of a graph value: axis i of the result is axis ``order[i]``.
+
+    A permutation of a permutation becomes one permutation. A permutation that changes nothing adds no node.
+    """
     axes = list(order)
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs
@@ -109,7 +112,7 @@ def move_axis(x: Tensor, axis: int, position: int) -> Tensor:
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Broadcast `x` to `shape`: repeat the entry of each axis of size 1; -1 keeps the size of an axis.
+    """Broadcast `x` to `shape`: repeat the one entry of axes of size 1; a size of -1 keeps the size of the axis.
 
     Raises:
         ModelError: The shapes do not broadcast, or too many separate axes would repeat.

@@ -75,7 +75,10 @@ def compute_value_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = False) -> Tensor:
-    """Wrap a graph value as a tensor of `shape`, by default of its own shape; `is_bool` marks booleans."""
+    """Make a tensor of `shape` from a graph value; by default it has the shape of the value.
+
+    `is_bool` marks a tensor of booleans.
+    """
     full_shape = value.shape if shape is None else tuple(shape)
     value_shape = compute_value_shape(full_shape)
     return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)

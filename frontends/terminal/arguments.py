@@ -72,7 +72,7 @@ class PositionalAlias(argparse._StoreAction):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors; a one-letter flag is never joined to its value."""
+    """An argument parser that reports errors in one line, and does not read ``-nX`` as the flag ``-n`` with a value."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)

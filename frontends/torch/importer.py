@@ -222,7 +222,7 @@ class _ProgramImporter:
         self.values[node] = Tensor(leaf(node.name, compute_value_shape(shape), dtype), shape, truth)
 
     def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
-        """Add a weight for a tensor and return it; tensors of equal address, shape and strides share one weight."""
+        """Add a tensor as a weight, and return it; tensors with equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.weight_by_memory:
             return self.weight_by_memory[key]

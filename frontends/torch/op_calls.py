@@ -245,7 +245,7 @@ def make_max_min_converter(kind: str) -> OpConverter:
 
 
 def make_reduction_converter(kind: str) -> OpConverter:
-    """Make the converter of a reduction over axes without indices; `kind` is ``max``, ``min`` or ``prod``."""
+    """Make the converter of a reduction over axes that returns no indices; `kind` is ``max``, ``min`` or ``prod``."""
     return lambda x, axes=None, keepdim=False: reductions.reduce_by_kind(kind, x, axes, keepdim)
 
 

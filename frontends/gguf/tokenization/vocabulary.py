@@ -141,7 +141,9 @@ def require_unicode(subject: str, text: str) -> None:
 
 
 def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
-    """Read the BPE merges of a file in order of priority, int32[merges, 3]: ids of left part, right part and result.
+    """Read the BPE merges of a file in order of priority: int32[merges, 3].
+
+    Each row has three token ids: the left part, the right part and the result.
 
     Raises:
         ModelError: A merge is not a pair of tokens with a third token as their concatenation.

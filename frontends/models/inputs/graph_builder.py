@@ -359,7 +359,7 @@ class StepGraphBuilder:
         return both
 
     def make_sequence_state(self, name: str, *shape: int) -> Value:
-        """Make a state with one entry per sequence, f32[B, *shape]; `set_state` gives it its new value."""
+        """Make a state f32[B, *shape] with one entry per sequence; `set_state` sets its value after the run."""
         return state(name, (self.step.sequences, *shape))
 
     @property
@@ -404,5 +404,5 @@ class StepGraphBuilder:
         return reduce(partial(ops.concat, axis=1), answers)
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
-        """Build the graph with ``outputs`` and with the updates of all states that were set."""
+        """Build the graph with the named ``outputs``, and with the new value of each state that `set_state` got."""
         return Graph(outputs, self._updates)

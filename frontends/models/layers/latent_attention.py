@@ -99,9 +99,9 @@ class LatentAttention:
         return self.project_output(weights, frame, block, x, y)
 
     def compute_queries(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
-        """Compute the queries f32[B*T, heads * size] from ``x``; also return the operand of the last projection.
+        """Compute the queries f32[B*T, heads * size] from ``x``; also return the vector that the last projection reads.
 
-        This operand is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
+        This vector is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
         """
         width = self.heads * (self.unrotated_columns + self.rotated_columns)
         if not weights.has_tensor(f"{block}.attn_q_a.weight"):

@@ -18,7 +18,7 @@ SECTION_COUNT = 4
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The parameters of a rotary position embedding (RoPE), as `ops.rope` takes them; layers share them.
+    """The parameters of a rotary position embedding (RoPE), the attributes of `ops.rope`, which several layers share.
 
     Su et al., 2021; YaRN: Peng et al., 2023.
     """
