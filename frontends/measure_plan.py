@@ -69,7 +69,13 @@ def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
 
 
 def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
-    """Return the table of predicted and measured times, as lines."""
+    """Format a table of predicted and measured times as lines.
+
+    Args:
+        plan: The plan with the predicted times.
+        seconds: The measured seconds of a whole step.
+        steps: The measured times of the parts of a step.
+    """
     rows = list(
         compare_timeline_entry_seconds(plan, steps) if len(plan.timeline) > 1 else compare_op_seconds(plan, steps)
     )

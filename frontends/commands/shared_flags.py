@@ -42,7 +42,14 @@ EXACT_HELP = (
 def add_model_flags(
     sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
 ) -> None:
-    """Add the argument for the model file, first or after ``-m`` as in llama.cpp."""
+    """Add the argument for the model file, which may stand alone or after ``-m`` as in llama.cpp.
+
+    Args:
+        sub: Parser of the command.
+        help: Help text of the argument.
+        metavar: Name of the argument in the help.
+        options: Further options of ``add_argument``.
+    """
     sub.add_argument("model", metavar=metavar, help=help, **options)
     sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
 

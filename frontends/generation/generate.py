@@ -322,6 +322,12 @@ def compile_generation_plans(
 ) -> Timing:
     """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
 
+    Args:
+        session: The session that will generate.
+        prompt: Tokens of the prompt.
+        params: The parameters of the generation.
+        ahead: Speculative decoding, if any.
+
     Raises:
         ModelError: The sampling options do not fit the vocabulary.
     """
@@ -370,7 +376,7 @@ def _partial_match_length(text: str, stop: str) -> int:
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """Decode tokens to text, and yield it in pieces of whole characters, until a stop string.
+    """Decode tokens to text as they come: yield pieces of whole characters, until a stop string.
 
     An incomplete character at the end becomes U+FFFD.
     """

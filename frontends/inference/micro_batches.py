@@ -75,7 +75,10 @@ class MicroBatchedSession:
     def evaluate(
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
-        """Append new tokens to all sequences or to none, and return the logits of each, as `Session.evaluate` does."""
+        """Append new tokens to all sequences, and return the logits of each, as `Session.evaluate` does.
+
+        If a micro-batch fails, no sequence is changed.
+        """
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(token_ids) != self.sequences:
             raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")

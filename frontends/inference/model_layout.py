@@ -119,9 +119,10 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:
-    """Load every weight of a plan from the model into a store, and report the progress after each weight.
+    """Load every weight of a plan from the model into a store.
 
-    Large weights come first, while little else is in memory. The others follow in the order of the graph.
+    Large weights come first, while little else is in memory. The others follow in the order of the graph. `on_progress`
+    is called after each weight.
     """
     stored = model.tensors
     weights = {w.node.name: stored[w.node.name] for w in plan.graph.weights}

@@ -168,7 +168,14 @@ def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hi
 def advance_lengths(
     chunk: PrefillChunk, lengths: Sequence[int], recent_tokens: list[list[int]], recent_count: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the lengths and the last `recent_count` tokens of all sequences after a chunk."""
+    """Return the state of all sequences after a chunk: their lengths, and the last `recent_count` tokens of each.
+
+    Args:
+        chunk: The new tokens of each sequence.
+        lengths: The lengths before the chunk.
+        recent_tokens: The last tokens of each sequence before the chunk.
+        recent_count: Number of last tokens to keep.
+    """
     longer = [n + len(new) for n, new in zip(lengths, chunk, strict=True)]
     if not recent_count:
         return longer, recent_tokens

@@ -241,7 +241,7 @@ def _compute_expected_shape(
 
 
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
-    """Return the number of rows of a state that are saved: for a cache, the rows in use."""
+    """Return how many rows of a state a file has: for a cache the rows in use, for other states all."""
     return (
         len(_select_rows_in_use(session, name, lengths))
         if session.is_cache(name)

@@ -107,7 +107,10 @@ class MtpGraphBuilder:
         return x, self.decoder.apply_output_norm(x, name)
 
     def make_next_draft_input(self, x: Value, normed: Value) -> Value:
-        """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
+        """Make the vector that the next MTP block reads besides the token (its draft input), f32[n, columns].
+
+        It comes from the residual ``x`` or from its norm ``normed``, depending on the model.
+        """
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 

@@ -301,7 +301,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
     def merge_streams(self, x: Value, head_prefix: str) -> Value:
-        """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has its weights, else the mean."""
+        """Merge the residual streams ``x`` f32[n, streams, E] into one, f32[n, E].
+
+        The result is a weighted sum if the file has weights for it, else the mean.
+        """
         if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(

@@ -284,7 +284,10 @@ class _ModelImporter:
             )
 
     def _import_taken_branch(self, node: NodeProto, where: str) -> None:
-        """Convert the taken branch of an ``If`` node; its condition must be constant."""
+        """Convert only the taken branch of an ``If`` node, whose condition must be constant.
+
+        `where` names the node in errors.
+        """
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
             raise ModelError(
@@ -315,7 +318,13 @@ class _ModelImporter:
         self.values[name] = result
 
     def _fold_constant_node(self, node: NodeProto, opset: int, where: str) -> None:
-        """Constant-fold a node: compute its results with the reference evaluator of onnx."""
+        """Replace a node with constant inputs by its results, which the reference evaluator of onnx computes.
+
+        Args:
+            node: The node.
+            opset: Opset version of its domain.
+            where: Name of the node in errors.
+        """
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
 

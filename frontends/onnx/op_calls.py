@@ -91,7 +91,10 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 def clip(
     x: Tensor, min_input: Tensor | None = None, max_input: Tensor | None = None, *, min: Any = None, max: Any = None
 ) -> Any:
-    """Convert ``Clip``: clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
+    """Convert ``Clip``: clamp each entry to limits, either of which may be absent.
+
+    The limits are inputs in newer opsets (`min_input`, `max_input`) and attributes in older ones (`min`, `max`).
+    """
     return arith.clamp(x, min_input if min_input is not None else min, max_input if max_input is not None else max)
 
 
@@ -117,7 +120,10 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
-    """Convert ``IsInf``: return whether entries are infinite, for the signs that the attributes switch on."""
+    """Convert ``IsInf``: return whether each entry is infinite.
+
+    -inf counts only with `detect_negative`, and +inf only with `detect_positive`.
+    """
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, is_requested in ((above, detect_positive), (below, detect_negative)) if is_requested]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
@@ -200,9 +206,9 @@ def slice_(
     x: Tensor, starts_input: Any = None, ends_input: Any = None, axes_input: Any = None, steps_input: Any = None, *,
     starts: Any = None, ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Slice``: slice axes with steps.
+    """Convert ``Slice``: return a range of each given axis, with steps.
 
-    Bounds and axes are inputs (newer opsets) or attributes (older ones).
+    Bounds and axes are inputs in newer opsets (``*_input``) and attributes in older ones. Steps are always inputs.
     """
     begin = as_integers(starts_input if starts is None else starts) or []
     end = as_integers(ends_input if ends is None else ends) or []

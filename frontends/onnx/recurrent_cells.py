@@ -78,7 +78,7 @@ StepFunction: TypeAlias = Callable[[RecurrentCell, Tensor, Sequence[Tensor]], tu
 
 
 def _compute_rnn_step(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute one RNN time step: the activation of gate inputs plus projected state."""
+    """Compute one time step of a simple RNN: the activation of the sum of gate inputs and projected state."""
     return (cell.activations[0](arith.add(x, cell.project_state(states[0]))),)
 
 

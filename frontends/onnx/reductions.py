@@ -85,9 +85,9 @@ def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:
-    """Make the converter of ``CumSum`` or ``CumProd`` along an axis.
+    """Make the converter of ``CumSum`` or ``CumProd`` along an axis, by `kind`: ``sum`` or ``prod``.
 
-    With ``exclusive`` an entry excludes itself; with ``reverse`` the accumulation starts at the end.
+    With ``exclusive`` an entry excludes itself. With ``reverse`` the accumulation starts at the end.
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
@@ -141,7 +141,10 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Gemm``: return ``alpha * a @ b + beta * c``, with `a` or `b` transposed on request."""
+    """Convert ``Gemm``: return ``alpha * a @ b + beta * c``.
+
+    `transA` and `transB` transpose `a` and `b` before the product.
+    """
     out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
     out = arith.scale_and_shift(out, alpha)
     return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))

@@ -340,7 +340,10 @@ class Engine:
             yield from self._advance(one, rows[one.slot])
 
     def _decode_one_by_one(self, decoding: Sequence[_RunningRequest], error: HocketError) -> Iterator[Event]:
-        """Repeat a failed decode step for each request alone, so that only the requests that fail end."""
+        """After a decode step of several requests has failed, repeat it for each request alone.
+
+        Only the requests that fail again end with an error.
+        """
         if len(decoding) == 1:
             yield self._end_with_error(decoding[0], error)
             return
@@ -365,7 +368,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- sampling
 
     def _sample_next_token(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
-        """Sample the next token of a request from its logits, and yield the events.
+        """Sample the next token of a request from its logits, and yield the events for its client.
 
         The request ends at an end token, at its limit or after an error.
         """
@@ -400,7 +403,7 @@ class Engine:
             one.next_token = token
 
     def _end_with_error(self, one: _RunningRequest, error: HocketError) -> EndEvent:
-        """End a request with an error, and zero its slot, which may hold numbers that are not finite."""
+        """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
         self._pool.wipe(one.slot)
         self._cache.forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))

@@ -135,7 +135,10 @@ class PrefixCache:
         return PrefixMatch(tokens, best if tokens else target, target)
 
     def move_slot(self, source: int, target: int, length: int) -> None:
-        """Move the `length` tokens of a running request to a free slot, and forget the old tokens of that slot."""
+        """Move a running request, with its `length` tokens, from slot `source` to the free slot `target`.
+
+        The tokens that the free slot kept for reuse are forgotten.
+        """
         self.forget_slot(target)
         self._memory.copy_cache_cells(source, target, length)
         if self._memory.has_recurrent_states:

@@ -194,7 +194,7 @@ class SlotPool:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
     def wipe(self, slot: int) -> None:
-        """Zero all states of a slot, including caches, after a run that may have left numbers that are not finite."""
+        """Zero all states of a slot, including caches, after a run that may have left NaN or infinite numbers."""
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)

@@ -192,7 +192,10 @@ def rsqrt(x: Tensor) -> Tensor:
 
 
 def apply_unary_op(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
-    """Apply a unary graph op to each element; integers and booleans are converted to f32 first."""
+    """Apply a graph op with one operand to each element; integers and booleans are converted to f32 first.
+
+    `attrs` are the attributes of the op.
+    """
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
 

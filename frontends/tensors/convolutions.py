@@ -324,7 +324,15 @@ def interpolate(
     mode: str,
     align_corners: bool = False,
 ) -> Tensor:
-    """Resize the last axes of `x` by interpolation, to `sizes` entries or by the factors `scales`."""
+    """Resize the last axes of `x` by interpolation.
+
+    Args:
+        x: The tensor [n, channels, ...].
+        sizes: The new sizes of the last axes, or None to use `scales`.
+        scales: The factors of the sizes, or None.
+        mode: The mode of `build_interpolation_matrix`.
+        align_corners: Whether the first and last entries stay in place.
+    """
     count = len(sizes if sizes is not None else scales or ())
     for i, axis in enumerate(range(x.rank - count, x.rank)):
         n = x.shape[axis]

@@ -22,7 +22,7 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
-    """Convert negative indices of an axis of `n` entries to non-negative ones."""
+    """Add `n` to the negative ones of the indices `ids`, which count from the end of an axis of `n` entries."""
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
         return constant_tensor(np.where(known < 0, known + n, known))

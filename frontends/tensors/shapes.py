@@ -154,12 +154,12 @@ def unsqueeze(x: Tensor, axis: int) -> Tensor:
 def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
     """Apply a function of graph values to one axis of a tensor.
 
+    A tensor with too many axes for a graph value is passed with three axes: all before, the axis, and all after it.
+
     Args:
         x: The tensor.
         axis: The axis.
-        change: Takes a graph value and the index of the axis in it, and returns the new value. A tensor with too many
-            axes
-            is passed with three axes: all before, the axis, and all after it.
+        change: Takes a graph value and the index of the axis in it, and returns the new value.
     """
     at = x.normalise_axis(axis)
     if not x.exceeds_max_rank:
@@ -214,7 +214,7 @@ def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tenso
 
 
 def select_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows of a matrix at a list of indices, in the dtype of the matrix."""
+    """Return the rows of the matrix `table` at the indices `ids`, in the dtype of the matrix."""
     if not table.is_integer:
         return cast(as_tensor(ops.get_rows(table.value, ids.value), None, table.is_bool), table.dtype, table.is_bool)
     numbers = ops.broadcast(reshape_value(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))

@@ -85,7 +85,11 @@ class CompiledGraph:
         return self.runners[key](_without_scalar_arguments(args, numbers) if numbers else args)
 
     def _build_graph_runner(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
-        """Build the function that runs calls with these shapes: by hocket, in segments, or by PyTorch alone."""
+        """Build the function that runs calls with the shapes of `args`, by hocket as far as it supports the ops.
+
+        The function runs the whole graph by hocket, or segments of it, or it leaves the graph to PyTorch. `numbers` has
+        the values of the scalar arguments by index.
+        """
         module = _replace_scalar_arguments(self.module, numbers) if numbers else self.module
         args = _without_scalar_arguments(args, numbers)
         try:

@@ -162,14 +162,20 @@ def make_pad_converter(mode: str) -> OpConverter:
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
-    """Convert ``unfold``: return the sliding windows of one axis; their entries become a new last axis."""
+    """Convert ``unfold``: return windows of `size` entries along one axis, which begin `step` entries apart.
+
+    The entries of a window become a new last axis.
+    """
     at = x.normalise_axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
     return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
-    """Convert ``diagonal``: return the diagonal of two axes as a new last axis."""
+    """Convert ``diagonal``: return a diagonal of the axes `first` and `second` as a new last axis.
+
+    `offset` selects the diagonal; 0 is the main diagonal.
+    """
     a, b = x.normalise_axis(first), x.normalise_axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]

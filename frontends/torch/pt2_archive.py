@@ -83,7 +83,7 @@ class _ArchiveMembers:
 
 
 def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
-    """Build an exported program from the JSON text and the tensors of an archive, after a check of the JSON text."""
+    """Build an exported program from an archive; its JSON text is checked first, so that nothing harmful is loaded."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 

@@ -254,7 +254,10 @@ class Tokenizer:
                 yield part
 
     def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
-        """Return the ids of the special tokens that are searched in a text, the longest first."""
+        """List the ids of the special tokens to search for in a text, the longest token first.
+
+        Control tokens are included only if `parse_special` is true.
+        """
         if parse_special not in self._special_tokens:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
             special = [i for i, type_ in enumerate(self.types) if type_ in types]

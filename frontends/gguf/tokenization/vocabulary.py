@@ -41,6 +41,8 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
 def read_token_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
     """Read the token id of one key, such as ``eos_token_id``; return None if it is missing or marked as absent.
 
+    `n_tokens` is the size of the vocabulary.
+
     Raises:
         ModelError: The vocabulary has no such token.
     """

@@ -86,10 +86,10 @@ class StepGraphBuilder:
         self._updates: dict[Value, Value] = {}
 
     def attention_mask(self, attention_window: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
-        """Return the attention mask of a window, f32[B, T, cells]; for bidirectional attention f32[B, T, T].
+        """Return the attention mask of a window: f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
 
-        Equal arguments give the same value. With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and
-        includes the bias of each head and distance.
+        Layers with equal arguments share one mask. With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T]
+        and includes the bias of each head and distance.
         """
         key = attention_window, biases
         if key not in self._masks:
@@ -121,7 +121,10 @@ class StepGraphBuilder:
         )
 
     def _compute_window_starts(self, attention_window: AttentionWindow) -> Value:
-        """Compute the first position that each token may attend to, minus 0.5: f32[B, T, 1]."""
+        """Compute the first position in the attention window of each token, f32[B, T, 1].
+
+        The result is this position minus 0.5, a threshold between two positions.
+        """
         if not attention_window.is_chunked:
             return ops.scale(self.positions, scale=1.0, bias=0.5 - attention_window.window)
         chunk = ops.floor(

@@ -196,7 +196,10 @@ def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, expert
 
 
 def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: ExpertLayer) -> tuple[Value, Value]:
-    """Select the experts of each token, i32[n, used], and return their routing weights, f32[n, 1, used]."""
+    """Select experts for each token by their router ``scores``; return the experts and their routing weights.
+
+    The experts are i32[n, used], and the weights f32[n, 1, used].
+    """
     rows, count, used = scores.shape[0], experts.count, experts.experts_per_token
     row = ops.reshape(scores, shape=(rows, 1, count))
     match experts.gating:
