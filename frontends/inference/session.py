@@ -176,7 +176,7 @@ class Session:
             tokens: New tokens per sequence; an idle sequence has an empty list and gets 0 rows.
             every_position: Return f32[new tokens, vocabulary] instead of f32[1, vocabulary] for the last token.
             hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
-            reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
+            reversible: Let `rewind.rewind_last_step` shorten this call, which may have one batch of tokens at most.
         """
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
