@@ -256,7 +256,7 @@ class Model:
         return open_session(model, on=self._group, context=context, batch=self.session.batch)
 
     def _make_decoder(self, lease: SessionLease, params: GenerationParams) -> speculative.SpeculativeDecoder | None:
-        """Make the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
+        """Make the decoder that drafts tokens with MTP blocks or a draft model; `None` without draft options."""
         if (root := self._drafting) is None and not self._model.mtp_block_count:
             return None
         if params.pinned_tokens is not None:

@@ -50,20 +50,32 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
 
 
 def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:
-    """Run tokens at the end of the context, as plans assume. The content of the caches does not matter for the time."""
+    """Run tokens at the last positions of the context, where a step takes as long as plans assume.
+
+    The content of the caches is arbitrary, because it does not change the time.
+    """
     session.lengths[0] = session.context - len(tokens)
     session.evaluate([tokens])
 
 
 def draw_random_tokens(session: Session, count: int) -> Iterator[list[int]]:
-    """Yield lists of `count` random tokens; each list differs, so that a mixture of experts loads other experts."""
+    """Yield lists of `count` random tokens without end.
+
+    The lists differ, so that a mixture of experts reads other experts in each run.
+    """
     draws = np.random.default_rng(0)
     while True:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
 def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> list[str]:
-    """Return the table of predicted and measured times, as lines."""
+    """Format a table of predicted and measured times as lines.
+
+    Args:
+        plan: The plan with the predicted times.
+        seconds: The measured seconds of a whole step.
+        steps: The measured times of the parts of a step.
+    """
     rows = list(
         compare_timeline_entry_seconds(plan, steps) if len(plan.timeline) > 1 else compare_op_seconds(plan, steps)
     )
@@ -74,7 +86,10 @@ def format_time_comparison(plan: Plan, seconds: float, steps: MeasuredPlan) -> l
 
 
 def compare_timeline_entry_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, float, float]]:
-    """Yield name, predicted seconds and measured seconds of each timeline entry; its slowest device counts."""
+    """Yield name, predicted seconds and measured seconds of each timeline entry of a plan.
+
+    If several devices run an entry, the slowest one counts.
+    """
     for number, stage in enumerate(plan.timeline, 1):
         yield (
             f"stage {number}, {stage.op}",

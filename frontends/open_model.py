@@ -116,16 +116,14 @@ def open_session(
 
 
 def choose_context(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
-    """Choose the context of a session in tokens, and require that it holds `tokens` tokens.
-
-    The check comes before any weight is loaded.
+    """Choose the context of a session in tokens, before any weight is loaded.
 
     Args:
         model: The model.
         tokens: Tokens that the context must hold.
-        asked: The context that a user gave; 0 is the trained context. By default `default`, or the trained context if
+        asked: The context that a user gave; 0 is the trained context. None is `default`, or the trained context if
             less.
-        default: Context without `asked`.
+        default: The context if the user gave none.
 
     Raises:
         ModelError: The context is longer than the trained context, or too short for the tokens.

@@ -96,9 +96,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def compile_kernels_in_parallel(kernels: Sequence[Kernel]) -> int:
-    """Compile kernels in one process per processor, and return the worst exit status.
+    """Compile kernels in parallel, in one process per processor, and return the worst exit status.
 
-    A kernel holds closures, which only a fork can pass on. Without fork this process compiles all kernels.
+    A kernel holds closures, which only a fork can pass to another process. Without fork this process compiles all of
+    them.
     """
     if "fork" not in get_all_start_methods():
         precompile_kernels(kernels)

@@ -30,7 +30,9 @@ def require_texts_fit(texts: Sequence[Sequence[int]], context: int, noun: str) -
 
 
 def require_tokens_fit_context(model: Model, context: int, text: str, count: int) -> None:
-    """Require that `count` tokens fit a context of `context` tokens; `text` names their text in the message.
+    """Require that a text of `count` tokens fits a context of `context` tokens.
+
+    `text` is the name of the text in the error message.
 
     Raises:
         ModelError: The context is too short.

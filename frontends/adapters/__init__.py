@@ -39,7 +39,10 @@ class Adapters:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """The scales of all changes and directions, which distinguish models with equal adapter tensors."""
+        """The scales of all LoRA changes and control directions.
+
+        Two models with the same adapter tensors but other scales are different models; the scales tell them apart.
+        """
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
     def add_lora_changes(self, graph: Graph) -> Graph:

@@ -95,10 +95,10 @@ OP_CHANGES = MappingProxyType(
 
 
 def apply_lora_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
-    """Return a graph with the LoRA changes added to each result that depends on a changed matrix.
+    """Return a graph in which LoRA deltas are added to the results of all ops that read a changed matrix.
 
     Raises:
-        ModelError: Another op reads a changed matrix, or a graph with logits does not read it.
+        ModelError: An op without a LoRA delta reads a changed matrix, or a graph with logits does not read it.
     """
     changes_by_matrix: dict[str, list[LoraChange]] = {}
     for change in changes:

@@ -116,7 +116,11 @@ def run_batched_benchmark(args: argparse.Namespace, model: Model, groups: Sequen
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTest:
-    """A benchmark test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` untimed tokens."""
+    """One benchmark test: how long the model takes for a number of tokens.
+
+    - `kind`: ``pp`` reads `tokens` tokens as one prompt, ``tg`` generates them one by one.
+    - `depth`: tokens that are in the context before, without being timed.
+    """
 
     kind: str
     tokens: int
@@ -133,7 +137,12 @@ MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
 
 
 def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
-    """List the benchmark tests: one for each prompt length and each count of new tokens, at each depth; 0 is skipped.
+    """List the benchmark tests: at each depth, one for each prompt length and one for each count of new tokens.
+
+    Args:
+        prompts: The prompt lengths in tokens; 0 gives no test.
+        new: The counts of new tokens; 0 gives no test.
+        depths: Counts of untimed tokens before a test.
 
     Raises:
         ModelError: There is no test.
@@ -152,7 +161,7 @@ def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Seq
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    """The settings of a benchmark: tests of a model with `repeats` timed runs each.
+    """The settings of a benchmark: the model, its tests, and the number `repeats` of timed runs of each test.
 
     A run has at most `batch` tokens.
     """
@@ -218,7 +227,10 @@ def count_threads_per_device(session: Session) -> int:
 
 
 def make_memory_read_test(session: Session) -> MemoryBandwidthTest | None:
-    """Make a test of the memory bandwidth with the threads of all devices; None unless all devices are ``cpu``."""
+    """Make a test that measures the memory bandwidth with the threads of all devices of a session.
+
+    The result is None if a device is not ``cpu``.
+    """
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
     return MemoryBandwidthTest(
@@ -235,7 +247,7 @@ def reset_and_prefill_depth(session: Session, test: BenchmarkTest, tokens: Seque
 
 
 def measure_test_seconds(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
-    """Measure the seconds of one run of a test, in a session of one sequence."""
+    """Run a test once in a session of one sequence, and return the seconds."""
     reset_and_prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
@@ -255,8 +267,8 @@ def measure_seconds_and_bandwidth(
 ) -> tuple[list[float], list[float]]:
     """Measure the seconds of each run of a test, and the memory bandwidth in bytes/s before each run.
 
-    The first run builds the plans and does not count. Both measurements alternate, since the load of a shared machine
-    changes.
+    The two measurements alternate, since the load of a shared machine changes. A first run builds the plans and is not
+    counted.
 
     Args:
         session: The session.
@@ -274,7 +286,9 @@ def measure_seconds_and_bandwidth(
 
 
 def count_weight_bytes_per_token(model: Model, backend: Backend | None = None) -> int:
-    """Count the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
+    """Count the bytes of weights that a device reads for one new token.
+
+    Matrices count as a whole. Of embedding tables and experts, only the rows and the experts that a token uses count.
 
     Args:
         model: The model.
@@ -295,9 +309,9 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
 
 
 def make_model_columns(model: Model) -> dict[str, object]:
-    """Make the columns of llama-bench about a model: file, type, bytes and parameter count.
+    """Make the columns of llama-bench that describe a model: file, type, bytes and parameter count.
 
-    The type is the architecture and the dtype of most bytes.
+    The type names the architecture and the dtype that has the most bytes.
     """
     tensors, stored = model.gguf.tensors.values(), Counter[str]()
     for t in tensors:
@@ -356,7 +370,7 @@ def compute_standard_deviation(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """The time of one kernel in a run of a device: its number of calls and their total seconds."""
+    """The time of one kernel in a run on a device: how often it was called, and the seconds of all calls together."""
 
     kernel: str
     count: int
@@ -367,9 +381,9 @@ OUTSIDE_KERNELS = "outside kernels"
 
 
 def measure_kernel_times(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelTime]]:
-    """Measure the kernel times of each device in the median run of a step, the longest first.
+    """Run a step several times, and return the kernel times of each device in the median run, the longest first.
 
-    The step is the whole prompt, or one token. The last entry is the time outside of kernels.
+    The step is the whole prompt, or one token. The last entry of each list is the time outside of kernels.
     """
     tokens = make_random_tokens(session)
     many = test.tokens if test.kind == PROMPT_KIND else 1

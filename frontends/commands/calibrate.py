@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
-    """Format measured speeds of a device group as lines of text.
+    """Format the measured speeds of a device group as lines of text.
 
     Args:
         name: Name of the device group.

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """A device that a backend has found, or the reason why a backend has no devices."""
+    """A device that a backend has found; for a backend without devices, the reason why it has none."""
 
     kind: str
     device: Device | None = None
@@ -113,7 +113,7 @@ def measure_host_speed() -> HostSpeed:
 
 
 def _measure_fastest_seconds(run: Callable[[], object]) -> float:
-    """Measure the seconds of the fastest of several runs of a function, after a warm-up run."""
+    """Call a function several times after a warm-up call, and return the seconds of the fastest call."""
     run()
     seconds = []
     for _ in range(MEASURED_RUNS):

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 def extract_layer_graph(graph: Graph, layer: int) -> Graph:
     """Extract one layer of a graph as a graph of its own.
 
-    Values from other nodes become inputs, and values that other nodes read become outputs. Layers are found by their
-    structure, not by names.
+    Values that come from outside of the layer become inputs. Values that other layers read become outputs. A layer is
+    recognised by the structure of the graph, not by names.
 
     Raises:
         GraphError: The graph has no such layer.

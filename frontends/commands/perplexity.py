@@ -112,7 +112,7 @@ def count_chunks(tokens: int, context: int) -> int:
 
 
 def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
-    """Yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens]."""
+    """Yield the negative log likelihood (NLL) of the tokens in the second half of each chunk, float64[tokens]."""
     for logits, targets in evaluate_chunks(session, tokens, bos=bos):
         yield compute_token_nll(logits, targets)
 
@@ -120,8 +120,13 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
 def evaluate_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[tuple[F32, Sequence[int]]]:
     """Yield for each chunk the logits [tokens, vocabulary] from position ``context / 2`` on, and the next tokens.
 
-    Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for
-    models that begin every text with BOS.
+    The result of a chunk is float64[tokens], for the tokens from number ``context / 2 + 1`` on. Each token is predicted
+    from all tokens before it in the chunk.
+
+    Args:
+        session: The session; its context is the chunk length.
+        tokens: The tokens of the text.
+        bos: The BOS token, which replaces the first token of each chunk; None keeps this token.
     """
     size, first = session.context, session.context // 2
     for start in range(0, count_chunks(len(tokens), size) * size, size):

@@ -193,7 +193,10 @@ def describe_memory_fit_and_speed(
 def make_session_workload(
     args: argparse.Namespace, on: DeviceGroup, context: int | None, sequences: int = 1
 ) -> Workload | None:
-    """Make the workload (prompts and decode steps) that a session of a model assumes for planning; None for a graph."""
+    """Make the workload for which a session would choose the model layout: prompts and decode steps.
+
+    Without a `context`, as for a graph file, the result is None.
+    """
     if context is None:
         return None
     graph_of = partial(read_step_graph, args.model, context=context, caches=on.cache_dtypes)
@@ -201,9 +204,10 @@ def make_session_workload(
 
 
 def describe_pipelining_gain(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
-    """Describe the gain of pipelined runs in one line: micro-batches of several sequences, or chunks of a prompt.
+    """Describe in one line how much faster pipelined runs are predicted to be.
 
-    The line is empty if there is one sequence and no prompt, or one device.
+    Several sequences run pipelined as micro-batches, and a prompt runs pipelined in chunks. The line is empty for one
+    device, and for one sequence without a prompt.
 
     Args:
         plan: The plan.
@@ -226,10 +230,10 @@ def read_step_graph(
     caches: tuple[DType, DType] = ONE_DEVICE.cache_dtypes,
     sequences: int = 1,
 ) -> tuple[Graph, int | None]:
-    """Return the graph of one step of a model file, and the context in tokens; for a graph file the graph, and None.
+    """Build the graph of one step of a model file, or read a graph file; also return the context in tokens.
 
-    For a model the context is full, and each sequence has a row of logits. No graph of a session with this context
-    and `tokens` tokens is larger, so the memory fit holds for the session.
+    The context is None for a graph file. For a model, all cells of the context are in use, and each sequence has a row
+    of logits. This is the largest step of such a session. If it fits into memory, the session fits too.
 
     Args:
         path: A model file or a graph file.

@@ -281,9 +281,9 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
 
 
 def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
-    """Compare all values of a prompt with another device; print the first one that differs, and the graph around it.
+    """Compare all values of a prompt with another device; print the first wrong one, and the graph around it.
 
-    The last token is a step of its own, because other kernels compute it.
+    The last token is a step of its own, because other kernels compute single tokens.
 
     Returns:
         The exit code: 1 if a value differs, else 0.
@@ -307,7 +307,7 @@ def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tok
 
 
 def compare_step_with_device(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
-    """Compare the values of one step with another device; return a message and whether a value is wrong."""
+    """Compare the values of one step with those of `device`; return a message, and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
@@ -318,7 +318,7 @@ def compare_step_with_device(session: Session, tokens: Sequence[int], device: st
 
 
 def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
-    """Answer one message, or several messages on a terminal; return the exit code."""
+    """Answer one message, or hold a conversation if stdin is a terminal; return the exit code."""
     format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and broadcast_text_from_rank_0(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
@@ -374,7 +374,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
-    """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
+    """Return the decoder that drafts tokens with a draft model (-md) or MTP blocks; None if no flag asks for one."""
     if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
@@ -413,7 +413,7 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
 
 
 def has_piped_text() -> bool:
-    """Return whether stdin has piped text now; an empty pipe is not waited for."""
+    """Return whether text can be read from stdin at once, without waiting; False for a terminal or an empty pipe."""
     try:
         return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
     except (OSError, ValueError):  # stdin is closed, or has no file descriptor
@@ -421,17 +421,17 @@ def has_piped_text() -> bool:
 
 
 def is_stdin_terminal() -> bool:
-    """Return whether stdin is a terminal, or closed."""
+    """Return whether stdin is a terminal; a program without stdin also counts as one."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def format_seed_flag(args: argparse.Namespace) -> str:
-    """Format the flag `--seed` that repeats this text; empty at temperature 0."""
+    """Format the text ``; --seed N`` that tells how to generate the same text again; empty at temperature 0."""
     return f"; --seed {args.seed}" if args.temp else ""
 
 
 def format_memory_usage(session: Session) -> str:
-    """Format the bytes in use on each device; with several processes also the weight bytes that each has read."""
+    """Format the bytes in use on each device; several processes also show the weight bytes that each one has read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []

@@ -235,11 +235,11 @@ def _announce_url(name: str, url: str) -> None:
 
 
 def lower_gc_threshold() -> None:
-    """Lower the threshold of the cyclic garbage collector from its value for short commands.
+    """Make the cyclic garbage collector run more often, as a long-running server needs.
 
-    A server runs for a long time, and libraries leave cycles, such as jinja2 with 400 objects for each template that
-    it compiles. The objects of the model stay, so the collector exempts them. A program with a lower
-    threshold of its own keeps its settings.
+    Libraries leave reference cycles after a request: jinja2 leaves 400 objects for each template that it compiles.
+    The collector skips the objects of the model, which exist until the end. A lower threshold that is already set
+    stays.
     """
     young, *old = gc.get_threshold()
     if young > GC_THRESHOLD_OBJECTS:
@@ -275,7 +275,7 @@ def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
 
 
 def read_server_options(args: argparse.Namespace) -> ServerOptions:
-    """Read the options of the HTTP server from the flags, and from the files of keys and of the chat template.
+    """Read the options of the HTTP server from the flags, and from the files that they name (API keys, chat template).
 
     Raises:
         ModelError: The extra ``server`` is not installed, or options contradict each other.

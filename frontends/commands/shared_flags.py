@@ -42,7 +42,14 @@ EXACT_HELP = (
 def add_model_flags(
     sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
 ) -> None:
-    """Add the argument for the model file, first or after ``-m`` as in llama.cpp."""
+    """Add the argument for the model file, which may stand alone or after ``-m`` as in llama.cpp.
+
+    Args:
+        sub: Parser of the command.
+        help: Help text of the argument.
+        metavar: Name of the argument in the help.
+        options: Further options of ``add_argument``.
+    """
     sub.add_argument("model", metavar=metavar, help=help, **options)
     sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
 
@@ -99,7 +106,7 @@ def load_model_from_flags(args: argparse.Namespace) -> Model:
 
 
 def mark_as_multi_rank_command(sub: argparse.ArgumentParser) -> None:
-    """Mark a command that all ranks run together under mpiexec; rank 0 alone runs the other commands."""
+    """Mark a command as one that all ranks run together under mpiexec; other commands run on rank 0 only."""
     sub.set_defaults(in_ranks=True)
 
 
@@ -225,7 +232,14 @@ def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
 
 
 def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
-    """Open a session as the flags describe it; without `watched` the flag `--watch` is ignored."""
+    """Open a session as the flags describe it.
+
+    Args:
+        args: The parsed flags.
+        model: The model.
+        context: Context in tokens.
+        watched: False ignores the flag `--watch`.
+    """
     if args.cache_dir:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
     if args.threads:
@@ -238,6 +252,6 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
 
 
 def broadcast_text_from_rank_0(args: argparse.Namespace, read: Callable[[], str]) -> str:
-    """Read a text on rank 0, and broadcast it to all ranks."""
+    """Return on all ranks the text that `read` returns on rank 0; other ranks do not call `read`."""
     keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
     return str(args.world.broadcast_from_rank_0(lambda: read().encode(errors=keep)).decode(errors=keep))

@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_page(args: argparse.Namespace, title: str) -> Page:
-    """Build the page of the graph or the plan in a file, or of a new plan for the devices of the flags.
+    """Build the page that shows the plan in a file, or a new plan for the model or the graph in the file.
+
+    A new plan is for the devices of the flags. With `--graph` the page shows only the graph.
 
     Raises:
         ModelError, GraphError, PlanError, BackendError: The file or the combination of flags is wrong.

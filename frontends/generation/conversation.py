@@ -57,9 +57,9 @@ class Conversation:
         """The tokens of the conversation: all that the session has read, and possibly one more of a stopped answer."""
 
     def reply(self, text: str) -> Iterator[str]:
-        """Reply to a user message, and yield the answer in pieces.
+        """Answer a user message: yield the answer in pieces as they are generated.
 
-        The conversation keeps the written part of an interrupted answer.
+        If an answer is interrupted, the conversation keeps the part that was written.
 
         Raises:
             ModelError: The message does not fit into the context. The conversation is then unchanged.
@@ -96,9 +96,9 @@ class Conversation:
     known = property(lambda self: self.tokens, doc="The old name of `tokens`, until 0.3.")
 
     def _encode_new_text(self, prompt: str) -> list[int]:
-        """Encode the part of `prompt` after the text that the conversation has rendered before.
+        """Encode only the part of the rendered chat `prompt` that the session has not read yet.
 
-        If the template changed earlier text, the session is reset and the whole prompt is encoded.
+        If the template has changed earlier text, the session is reset, and all of `prompt` is encoded.
         """
         if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):
             return self.tokenizer.encode_chat_continuation(prompt[len(self.rendered_text) :], self.tokens[-1])
@@ -125,7 +125,7 @@ class Conversation:
 
 
 def _is_message(entry: object) -> bool:
-    """Return whether a value is a message for a chat template: texts under the keys ``role`` and ``content`` only."""
+    """Return whether a value is a chat message: a mapping of texts with exactly the keys ``role`` and ``content``."""
     if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
         return False
     return all(isinstance(text, str) for text in entry.values())

@@ -91,7 +91,7 @@ def _has_tokens(expression: Expression) -> bool:
 
 
 def _find_regular_rules(rules: Rules) -> frozenset[str]:
-    """Find the names of the regular rules: rules without recursion and without tokens, which can be in a lexeme."""
+    """Find the names of the rules that can be part of a lexeme: rules without recursion and without tokens."""
     regular: set[str] = set()
     left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
     while ready := [name for name, needed in left.items() if needed <= regular]:
@@ -103,7 +103,7 @@ def _find_regular_rules(rules: Rules) -> frozenset[str]:
 
 @cache
 def _compute_utf8_lead_bytes(first: int, last: int) -> int:
-    """Compute the set of lead bytes of the UTF-8 text of the characters `first` to `last`, as a bit mask."""
+    """Compute the set of first bytes that the characters `first` to `last` have in UTF-8, as a bit mask."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
         a, b = max(first, low), min(last, high)
@@ -133,10 +133,10 @@ def _compute_first_bytes(characters: CharacterRanges) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _GlushkovAutomaton:
-    """A position automaton of an expression without recursion (Glushkov, 1961): its possible first and last positions.
+    """The first and last positions of an expression without recursion, as in a Glushkov automaton (1961).
 
-    A position is one occurrence of characters in the expression. `is_nullable` is true if the expression may be
-    empty.
+    A position is one occurrence of a character set in the expression. `is_nullable` tells whether the expression
+    matches the empty text.
     """
 
     is_nullable: bool
@@ -145,10 +145,11 @@ class _GlushkovAutomaton:
 
 
 class _LexemeChooser:
-    """Chooses the lexemes of grammar rules, so that the longest match never differs from the grammar.
+    """Chooses which parts of grammar rules become lexemes, so that the longest match never differs from the grammar.
 
-    `bodies` has the bodies of the rules with `Lexeme` marks. Comparisons use first bytes of characters, and bounded
-    repetitions count as unbounded ones. Both may report a conflict that does not exist, but they never miss one.
+    A lexeme is a unit of the lexer. `bodies` has the bodies of the rules with `Lexeme` marks. Two lexemes conflict if
+    both may match at the same position. The check is conservative: it may report a conflict that does not exist, but it
+    never misses one. It compares first bytes instead of characters, and treats bounded repetitions as unbounded.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -263,9 +264,9 @@ class _LexemeChooser:
     def find_candidate_lexeme_sets(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
-        """Find the sets of lexemes that are candidates at the same position of a text.
+        """Find all sets of lexemes that may match at the same position of a text.
 
-        Two one-character lexemes with a common first byte may match together. Their sets of followers are then
+        Two lexemes of one character that share a first byte may match together. Their sets of followers are then
         merged.
 
         Args:
@@ -309,11 +310,11 @@ class _LexemeChooser:
         return nullable
 
     def compute_lexeme_properties(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Compute the properties of a lexeme that reveal conflicts with other lexemes.
+        """Compute four properties of a lexeme that reveal conflicts with other lexemes.
 
         Returns:
-            The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and
-            whether it is one character. Sets of bytes are bit masks.
+            The bytes with which it may begin, and the bytes with which a complete match may go on, both as bit masks.
+            Then whether it may be empty, and whether it is one character.
         """
         if lexeme not in self.edges:
             sets: list[int] = []
@@ -369,9 +370,9 @@ class _LexemeChooser:
 
 
 def _compute_extension_bytes(whole: _GlushkovAutomaton, sets: list[int], follow: list[set[int]]) -> int:
-    """Compute the set of bytes that extend a complete match of an automaton, as a bit mask.
+    """Compute the bytes that may follow a complete match of a lexeme so that the match goes on, as a bit mask.
 
-    The set has all bytes if the automaton is too large.
+    If the automaton is too large, the result has all bytes.
 
     Args:
         whole: The automaton of a lexeme.

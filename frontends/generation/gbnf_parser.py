@@ -25,7 +25,11 @@ MAX_NESTING = 50
 
 @dataclass(frozen=True, slots=True)
 class CharacterRanges:
-    """A grammar expression for one character in the code point ranges (first, last), or outside of them if negated."""
+    """A grammar expression that matches one character by its code point.
+
+    `ranges` are pairs (first, last) of code points. The character must be in one of them, or in none if the expression
+    is negated.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,7 +42,7 @@ class CharacterRanges:
 
 @dataclass(frozen=True, slots=True)
 class TokenRanges:
-    """A grammar expression for one token with its id in one of the ranges (first, last)."""
+    """A grammar expression that matches one token by its id, which is in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -71,7 +75,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """A mark around an expression without recursion that becomes one lexeme, a unit of the lexer."""
+    """A mark around an expression without recursion: the expression becomes one lexeme, a unit of the lexer."""
 
     body: Expression
 
@@ -214,7 +218,10 @@ class GbnfParser:
         return CharacterRanges(tuple(ranges), is_negated)
 
     def parse_character(self, end: str) -> int:
-        """Parse one character or escape, and return its code point; `end` names the closing text in errors."""
+        """Parse one character or escape sequence, and return its code point.
+
+        `end` is the text that would close the literal; error messages name it.
+        """
         start, char = self.position, self.next_character
         if not char:
             self.fail(end)

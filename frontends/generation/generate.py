@@ -29,8 +29,9 @@ from .speculative import SpeculativeDecoder
 class Timing:
     """Token counts and seconds of a generation, updated during the run.
 
-    `prefill` and `decode` are seconds without the time for plans and kernels, which is added to `planning`. `load` is
-    the time for reading and packing weights.
+    - `prefill`, `decode`: seconds of the steps, without the time for plans and kernels.
+    - `planning`: seconds for plans and kernels.
+    - `load`: seconds for reading and packing weights.
     """
 
     prompt_tokens: int = 0
@@ -148,9 +149,9 @@ class GenerationParams:
     token_count: int | None = None
 
     def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
-        """Shift a full context: return the tokens that replace it, at most half of `context`.
+        """Return the tokens that replace the full context: its first `pinned_tokens` tokens and its last tokens.
 
-        These are the first `pinned_tokens` tokens and the last tokens of the text.
+        Together they are at most half of `context`.
         """
         assert self.pinned_tokens is not None
         pinned = min(self.pinned_tokens, context // 4)
@@ -287,9 +288,9 @@ def _sample_sequences(
 
 
 def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
-    """Return the token of rank 0 on all ranks.
+    """Return the token that rank 0 sampled, so that all ranks continue with the same token.
 
-    Machines of different types may round differently and sample another token.
+    Machines of different types may round logits differently and would sample different tokens.
     """
     if session.world.size == 1:
         return token
@@ -322,6 +323,12 @@ def compile_generation_plans(
 ) -> Timing:
     """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
 
+    Args:
+        session: The session that will generate.
+        prompt: Tokens of the prompt.
+        params: The parameters of the generation.
+        ahead: Speculative decoding, if any.
+
     Raises:
         ModelError: The sampling options do not fit the vocabulary.
     """
@@ -341,16 +348,17 @@ def compile_generation_plans(
 
 
 class StopStringFilter:
-    """Passes text through until a stop string; text that may begin a stop string is held back.
+    """Passes text through in pieces until a stop string occurs; the stop string and all later text are dropped.
 
-    Example: with the stop string ``END`` the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
+    The end of a piece is held back if it may be the beginning of a stop string. Example: with the stop string ``END``
+    the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
     def feed(self, new_text: str) -> str:
-        """Take the next piece of text, and return the text that certainly precedes every stop string."""
+        """Add the next piece of text, and return the text that is now known to come before any stop string."""
         text = self.pending_text + new_text
         ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         self.has_matched = bool(ends)
@@ -364,12 +372,12 @@ class StopStringFilter:
 
 
 def _partial_match_length(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is the beginning of `stop`, but not all of it."""
+    """Return the length of the longest proper prefix of `stop` with which `text` ends; 0 if there is none."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """Decode tokens to text, and yield it in pieces of whole characters, until a stop string.
+    """Decode tokens to text as they come: yield pieces of whole characters, until a stop string.
 
     An incomplete character at the end becomes U+FFFD.
     """

@@ -36,7 +36,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class _LlguidanceTokenizer:
-    """An adapter from the tokenizer of a model to llguidance: the bytes of every token, and a function to encode."""
+    """The tokenizer of a model in the form for llguidance: the bytes of every token, and a function to encode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -130,9 +130,10 @@ class GrammarState:
         self._token_count = vocabulary
 
     def mask_logits(self, logits: F32) -> F32:
-        """Mask logits: return a copy f32[n] with -inf for the tokens that the grammar does not allow next.
+        """Return a copy of logits f32[n] in which tokens that the grammar does not allow next are -inf.
 
-        Entries after the last token of the vocabulary become -inf. Tokens without an entry are never allowed.
+        Entries after the last token of the vocabulary, which are padding, also become -inf. Tokens without an entry are
+        never allowed.
 
         Raises:
             ModelError: No token is allowed, or llguidance has failed.
@@ -181,9 +182,10 @@ def _join_messages(messages: list[str]) -> str:
 
 
 def _move_listed_names_to_properties(schema: object) -> object:
-    """Move patterns that list names, such as ``^(a|b)$``, from `patternProperties` to `properties` of a JSON schema.
+    """Replace patterns of a JSON schema that list names, such as ``^(a|b)$``, by one property for each name.
 
-    llguidance would offer one more property of such a pattern after all its names are used.
+    The names move from `patternProperties` to `properties`. llguidance would otherwise offer one property too many
+    after all names of such a pattern are used.
     """
     if isinstance(schema, list):
         return [_move_listed_names_to_properties(item) for item in schema]

@@ -126,7 +126,10 @@ class Sampling:
     def _apply_bias_and_penalties(
         self, logits: npt.NDArray[np.float32], before: Sequence[int]
     ) -> npt.NDArray[np.float32]:
-        """Apply bias and penalties to logits, and return a copy; the same array if there are none."""
+        """Return the logits after the logit biases and the penalties of recent tokens.
+
+        The result is a copy, or `logits` itself if there is nothing to apply.
+        """
         penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
         if not self.bias and not (penalises and len(recent)):
@@ -147,9 +150,9 @@ class Sampling:
         return adjusted
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Return the tokens that pass the filters top-k, top-p and min-p: their ids and logits, most probable first.
+        """Return the tokens that pass the filters top-k, top-p and min-p, the most probable first; at least one passes.
 
-        At least one token passes.
+        The first array has the token ids, the second one their logits.
         """
         is_partial = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
         ids = find_top_k(logits, self.top_k) if is_partial else argsort_descending(logits)[: self.top_k or None]

@@ -41,7 +41,10 @@ class DraftAcceptanceCounts:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of a text (draft tokens), with a session of a draft model or of the model itself."""
+    """Proposes the next tokens of a text (draft tokens), which the model then checks.
+
+    `session` runs a small draft model, or the model itself.
+    """
 
     session: Session
 
@@ -83,16 +86,20 @@ class ModelDrafter:
 
 
 class MtpDrafter:
-    """A drafter that proposes tokens by the multi-token prediction (MTP) blocks of the model itself, in turn.
+    """A drafter that uses the multi-token prediction (MTP) blocks of the model itself.
 
-    `session` has one sequence and a model from `Model.with_mtp_blocks`.
+    Block 0 proposes the first draft token, block 1 the second, and so on. `session` has one sequence and a model from
+    `Model.with_mtp_blocks`.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """Propose `count` tokens after the tokens `known`; the session has read all of these except the last one."""
+        """Propose `count` tokens that may follow the tokens `known`.
+
+        The session must have evaluated all tokens of `known` except the last one.
+        """
         session, token, tokens = self.session, known[-1], list[int]()
         seen, at = session.mtp_rows[0][-1:], session.lengths[0]
         with session.store.turn:
@@ -111,12 +118,18 @@ class MtpDrafter:
                 self.session.executor(self.session.make_step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
     def choose_block_for_draft(self, draft_index: int) -> int:
-        """Choose the MTP block for the draft token number `draft_index`; the last block predicts all later tokens."""
+        """Return the number of the MTP block that predicts draft token `draft_index` (from 0).
+
+        Each block predicts one draft token. The last block also predicts all later ones.
+        """
         return min(draft_index, self.session.model.mtp_block_count - 1)
 
 
 class SpeculativeDecoder:
-    """Speculative decoding in a session of one sequence: each run evaluates a sampled token and draft tokens.
+    """Generates text with fewer runs of a large model: each run checks draft tokens that a faster drafter has proposed.
+
+    A run evaluates the newly sampled token together with the draft tokens after it. A draft token is accepted if the
+    same token is sampled at its position. The session has one sequence.
 
     Args:
         session: The session of the large model.
@@ -138,10 +151,10 @@ class SpeculativeDecoder:
         self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
 
     def compute_next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Compute the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled.
+        """Compute the logits f32[1, vocabulary] after the tokens `known`, of which the last one is newly sampled.
 
-        If this token equals the next draft token, its logits are known already. Otherwise the rejected draft tokens
-        are discarded, and a run evaluates the token with new draft tokens.
+        If this token equals the next draft token, the last run has already computed its logits. Otherwise the draft
+        tokens that are left are discarded, and a new run evaluates the token together with new draft tokens.
         """
         if (
             self._accepted_count < len(self._evaluated_tokens)

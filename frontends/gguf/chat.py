@@ -70,7 +70,7 @@ def choose_chat_format(
     documents: Sequence[Mapping[str, object]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> ChatFormat:
-    """Choose the chat template of a model, and set its additional variables.
+    """Choose the chat template of a model, and the values of its additional variables.
 
     Args:
         metadata: The keys of the model file.

@@ -189,7 +189,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def consume_fuel(self, steps: int = 1) -> None:
-        """Subtract `steps` units from the remaining fuel, which bounds the work of a template.
+        """Subtract `steps` from the remaining fuel, the budget of execution steps of one rendering.
 
         Raises:
             ModelError: The fuel is exhausted.
@@ -199,9 +199,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             raise ModelError("the chat template does not come to an end; use another one, or plain text")
 
     def charge_value(self, value: Any) -> Any:
-        """Consume fuel for the complete contents of `value`, and return `value`.
+        """Consume fuel (steps of the execution budget) for the complete contents of `value`, and return `value`.
 
-        Lists that contain each other can have text without end. So the traversal stops at `MAX_TEXT_CHARACTERS`.
+        The contents of nested lists count too. Lists that contain each other have endless contents, so the traversal
+        stops at `MAX_TEXT_CHARACTERS`.
         """
         size, items, todo = 0, 0, [value]
         while todo:
@@ -222,7 +223,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def charge_length(self, value: Any) -> Any:
-        """Consume fuel for the length of `value`, without its contents, and return `value`."""
+        """Consume fuel (steps of the execution budget) for the length of `value`, and return `value`.
+
+        The contents of its entries do not count; see `charge_value`.
+        """
         if isinstance(value, str):
             self.consume_fuel(1 + len(value) // CHARACTERS_PER_FUEL)
         elif isinstance(value, (Mapping, list, tuple, range, MappingView)) and not isinstance(value, Context):
@@ -231,7 +235,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def join_texts(self, *parts: object) -> str:
-        """Join values as one text, after consuming fuel for them: the result of ``a ~ b ~ c`` in a template."""
+        """Return the text of ``a ~ b ~ c`` in a template: all values joined.
+
+        The values consume fuel (steps of the execution budget) first.
+        """
         return self.join_output_pieces(str(self.charge_value(part)) for part in parts)
 
     def join_output_pieces(self, parts: Iterable[str]) -> str:
@@ -260,7 +267,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.charge_length(result) if isinstance(result, list) else self.charge_value(result)
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function for a template: consume fuel for the arguments, and check the size of the result."""
+        """Call a function for a template, and check the size of the result.
+
+        The arguments consume fuel (steps of the execution budget) before the call.
+        """
         method = getattr(callee, "__wrapped__", callee)  # jinja2 wraps str.format
         owner = getattr(method, "__self__", None)
         if owner is self:  # inserted by `FuelInstrumenter`
@@ -293,9 +303,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             )
 
     def _require_bounded_growth(self, arguments: Iterable[object]) -> None:
-        """Raise `ModelError` if a result could exceed the size limit, as by padding, repeating or replacing.
+        """Raise `ModelError` if the result of a call with these arguments could exceed the size limit.
 
-        The estimate is the product of the argument sizes.
+        Padding, repeating and replacing can make a result much longer than the arguments. The estimate of the size is
+        the product of the argument sizes.
         """
         product = 1
         for arg in arguments:
@@ -337,13 +348,13 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return `value` as JSON; the ``tojson`` filter of jinja2 would escape ``<``, ``>`` and ``&`` for HTML."""
+    """Return `value` as JSON text, without the HTML escapes of ``<``, ``>`` and ``&`` that jinja2's ``tojson`` adds."""
     indent = None if indent is None else min(indent, 16)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: object) -> None:
-    """Raise a `ModelError` with the message of a template that refuses its input; templates call this function."""
+    """Raise a `ModelError` with `message`; a template calls this function to refuse its input."""
     text = " ".join(str(message).split())[:200]
     raise ModelError(f"the chat template refuses these messages: {text}")
 

@@ -46,7 +46,7 @@ class ArchitectureKeys:
         return self.read_count(name, 0, minimum=0) or default
 
     def read_per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
-        """Read one count per block, from one number for all blocks or from an array with a number per block."""
+        """Read one count per block; the file has an array of them, or one number for all blocks."""
         return tuple(
             self._check_count(name, n, 0) for n in self.gguf.read_per_layer(self._full_key(name), int, blocks, default)
         )
@@ -63,7 +63,7 @@ class ArchitectureKeys:
         return numbers
 
     def read_per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
-        """Read one limit per block, a non-negative number; 0 (no limit) if the key is missing."""
+        """Read one non-negative number per block that limits some value; 0 means no limit, also for a missing key."""
         values = self.gguf.read_per_layer(self._full_key(name), float, blocks, 0.0)
         if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
             raise self.make_key_error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
@@ -114,14 +114,17 @@ class ArchitectureKeys:
         return word
 
     def read_per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
-        """Read one boolean per block; integers count too, because llama.cpp writes integers."""
+        """Read one boolean per block, from one value for all blocks or from a list.
+
+        Integers count too, because llama.cpp writes integers.
+        """
         value = self.gguf.metadata.get(self._full_key(name))
         first = value[0] if isinstance(value, MetadataArray) and len(value) else value
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.read_per_layer(self._full_key(name), kind, blocks))
 
     def read_flag(self, name: str, default: bool) -> bool:
-        """Read a boolean, or return `default` if the key is missing; a non-zero integer counts as true."""
+        """Read a boolean, or return `default` if the key is missing; an integer counts as true unless it is 0."""
         return self.read_per_block_flags(name, 1)[0] if self.has(name) else default
 
     def is_list(self, name: str) -> bool:
@@ -129,9 +132,9 @@ class ArchitectureKeys:
         return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
 
     def read_block_count(self) -> int:
-        """Read ``block_count``, the number of blocks of the model.
+        """Read ``block_count``, the number of blocks of the model, which is at most the number of tensors of the file.
 
-        The count is at most the tensor count of the file; this bounds loops over a damaged count.
+        This limit stops loops over the blocks of a damaged file.
         """
         blocks = self.read_count("block_count")
         if blocks > len(self.gguf.tensors):

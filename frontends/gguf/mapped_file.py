@@ -117,9 +117,9 @@ class Cursor:
     def read_string(self) -> str:
         """Read a string: its length as u64, then its bytes in UTF-8.
 
-        Invalid bytes become U+FFFD. They occur in damaged files only, and a lone surrogate would fail in a later
-        encoding, far from the file. A long string that is not UTF-8 is an error: most likely a damaged length that
-        reaches into the weights.
+        In a short string, bytes that are not UTF-8 become U+FFFD, because a lone surrogate would fail later, far from
+        the file. Such bytes occur only in damaged files. A long string that is not UTF-8 is an error: most likely its
+        length is damaged, and it reaches into the weights.
         """
         size = self.read_u64()
         start = self.skip(size)
@@ -182,9 +182,10 @@ class Cursor:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
     def skip_strings(self, count: int) -> None:
-        """Skip `count` strings without decoding their text.
+        """Move the cursor over the next `count` strings without decoding their text.
 
-        The length of each string stands before it, so the search for lengths dominates the time.
+        Each string begins with its length, so the lengths must be found one after the other. This takes most of the
+        time.
         """
         lengths = self._find_string_lengths(count)
         if lengths is not None:
@@ -201,11 +202,11 @@ class Cursor:
         self.position = at
 
     def _find_string_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
-        """Find the lengths in bytes of the next `count` strings, int64[count], by a vectorised search.
+        """Find the lengths in bytes of the next `count` strings by a vectorised search: int64[count].
 
-        A length below 256 is one byte and seven zero bytes. Each run of seven zeros is a candidate. The candidates
-        are right if each string ends at the start of the next one. Example: ``03 00 00 00 00 00 00 00 61 62 63`` is
-        the string ``abc``.
+        A length below 256 is one byte and seven zero bytes. So each run of seven zeros may be a length. The found
+        lengths are right if each string ends where the next one starts. Example: ``03 00 00 00 00 00 00 00 61 62 63``
+        is the string ``abc``.
 
         Returns:
             The lengths, or None if a string is empty or longer than 255 bytes, or if the file is damaged.

@@ -23,7 +23,7 @@ MAX_PAIRS = 1 << 16
 
 
 class MetadataType(Enum):
-    """A type of metadata values: its number in the file, and its format for ``struct`` and NumPy if it is a number."""
+    """A type of metadata values: its number in the file, and for numbers the format in ``struct`` and in NumPy."""
 
     UINT8 = (0, "<B")
     INT8 = (1, "<b")
@@ -58,9 +58,9 @@ MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MetadataArray(Sequence[MetadataValue]):
-    """An array in the metadata of a file, with `length` elements of `item_type`, which is decoded on first use.
+    """A metadata array of `length` elements of `item_type`, decoded only when it is used.
 
-    `numpy` returns numbers without a copy. Other elements are decoded once, all of them on the first access.
+    `numpy` returns numbers without a copy. The first access to another element decodes all elements at once.
     """
 
     item_type: MetadataType
@@ -71,7 +71,9 @@ class MetadataArray(Sequence[MetadataValue]):
     _decoded_items: list[tuple[MetadataValue, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
-        """Return the numbers as a NumPy array [length]: a read-only, possibly unaligned view; booleans as a copy.
+        """Return the numbers as a NumPy array [length], as a read-only view of the file that may be unaligned.
+
+        Booleans are copied.
 
         Raises:
             ModelError: The elements are not numbers.
@@ -162,7 +164,10 @@ def skip_pair(cursor: Cursor) -> str:
 
 
 def read_undecoded_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
-    """Read the array at the cursor without decoding its elements, after a check that the file contains all of them."""
+    """Read the array at the cursor, but decode its elements only when they are used.
+
+    The file must contain all of them.
+    """
     kind = _read_type(cursor)
     count = cursor.read_u64()
     start = cursor.position

@@ -99,7 +99,7 @@ class Gguf:
     def read_per_layer(
         self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None
     ) -> tuple[Scalar, ...]:
-        """Read one metadata value per layer, from one value for all layers or from an array with a value per layer.
+        """Read one metadata value per layer; the file has an array of them, or one value for all layers.
 
         Raises:
             ModelError: The key is missing without a default, or the values have another type or are too few.
@@ -127,9 +127,10 @@ class Gguf:
         return stored
 
     def select_tensors_under_prefix(self, prefix: str) -> Gguf:
-        """Select the tensors with names under `prefix`, plus the token embedding, as a model of their own.
+        """Return one part of a model as a model of its own: the tensors with names under `prefix`, and the embedding.
 
-        The tensors get the names of a model with one stack of layers. Example: the encoder of T5 is under ``enc.``.
+        Example: ``enc.`` selects the encoder of T5. The prefix is removed, so that the tensors have the names of a
+        usual model. The token embedding keeps its name.
         """
         tensors = {
             name.removeprefix(prefix).replace(".attn_o.", ".attn_output."): tensor

@@ -26,7 +26,7 @@ CACHE_DTYPES = {str(dtype): dtype for dtype in STATE_DTYPES}
 
 
 def make_dtype_name_validator(dtypes_by_name: Mapping[str, DType]) -> ArgumentKind:
-    """Make the argument kind (a validator) that accepts the names of the given dtypes."""
+    """Make the validator of an argument that must be one of the given dtype names."""
     return ArgumentKind(" or ".join(dtypes_by_name), lambda v: isinstance(v, str) and v in dtypes_by_name)
 
 
@@ -127,9 +127,9 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
 
 
 def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
-    """Return the devices with the properties that their own processes report.
+    """Return the devices of all ranks, each with the properties that its own process has measured.
 
-    Devices of one machine that share its memory do so across processes.
+    Devices on one machine that share its memory also share it if they belong to different processes.
     """
     if strange := [device for _, device in group if (device.rank or 0) >= world.size]:
         process_count = max((device.rank or 0) for device in strange) + 1
@@ -147,7 +147,11 @@ def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: 
 
 
 def resolve_device_name(device: str, on: DeviceGroup) -> str:
-    """Return the name of the device that computes for `device`: with exact results ``cpu:1`` becomes ``numpy:1``."""
+    """Return the name of the device that runs the ops of `device`.
+
+    The names differ only for exact results: NumPy computes instead of the CPU backend, so ``cpu:1`` becomes
+    ``numpy:1``.
+    """
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 
 class MicroBatchedSession:
-    """Several sessions (micro-batches) with the interface of one `Session`.
+    """A session that is split into micro-batches: several sessions behind the interface of one `Session`.
 
-    The sequences are numbered one session after the other. `choice` is the choice of micro-batches by predicted time.
+    Sequence numbers go on from one session to the next. `choice` tells how the micro-batches were chosen by predicted
+    time.
     """
 
     def __init__(self, sessions: Sequence[Session], choice: MicroBatchChoice) -> None:
@@ -74,7 +75,10 @@ class MicroBatchedSession:
     def evaluate(
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
-        """Append new tokens to all sequences or to none, and return the logits of each, as `Session.evaluate` does."""
+        """Append new tokens to all sequences, and return the logits of each, as `Session.evaluate` does.
+
+        If a micro-batch fails, no sequence is changed.
+        """
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         if len(token_ids) != self.sequences:
             raise ModelError(f"got tokens for {len(token_ids)} sequences, the session has {self.sequences}")
@@ -89,7 +93,10 @@ class MicroBatchedSession:
     def _run_sequentially(
         self, microbatch_tokens: Sequence[PrefillChunk], every_position: bool, hidden: bool
     ) -> list[F32]:
-        """Run one micro-batch after the other, so that each step can be traced; restore all of them after an error."""
+        """Run the micro-batches one after the other, so that each step can be traced.
+
+        After an error, all micro-batches return to their state before the call.
+        """
         marks = [make_checkpoint(one) for one in self.sessions]
         try:
             answers = [
@@ -151,7 +158,7 @@ class MicroBatchedSession:
 
 
 class DecodeSchedule(Protocol):
-    """An order of decode steps for groups of sequences, in which steps may overlap.
+    """Runs decode steps for groups of sequences; steps of different groups may overlap in time.
 
     `sequence_ranges` has the sequence numbers of each group. Steps end in the order in which they begin.
     """
@@ -166,7 +173,7 @@ class DecodeSchedule(Protocol):
 
 
 class _SequentialDecodeSchedule:
-    """A decode schedule without overlap: all sequences in one group; `finish_step` runs the step."""
+    """A decode schedule without overlap: all sequences are one group, and `finish_step` runs the whole step."""
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
         self.sequence_ranges: tuple[range, ...] = (range(session.sequences),)
@@ -213,10 +220,14 @@ class _PipelinedDecodeSchedule:
 
 @contextmanager
 def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool = False) -> Iterator[DecodeSchedule]:
-    """Open a decode schedule for a session; with micro-batches, the steps of different micro-batches overlap.
+    """Open a decode schedule for a session; the steps of different micro-batches then overlap in time.
 
-    With `alone`, a step waits for all steps before it. The schedule holds the devices from its first step until its
-    end. At the end, unfinished steps are rolled back. Logits that were returned stay valid after an error.
+    The schedule reserves the devices from its first step until its end. At the end, unfinished steps are rolled back.
+    Logits that were returned stay valid after an error.
+
+    Args:
+        session: The session; without micro-batches no steps overlap.
+        alone: Whether each step waits for all steps before it.
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:
@@ -228,7 +239,7 @@ def open_decode_schedule(session: Session | MicroBatchedSession, *, alone: bool 
 def make_session(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
 ) -> Session | MicroBatchedSession:
-    """Make a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
+    """Make a session for `sequences` sequences; it has micro-batches if they are predicted to be faster.
 
     Args:
         like: The session that has the weights.

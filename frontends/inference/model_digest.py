@@ -32,8 +32,8 @@ def compute_model_digest(model: Model) -> str:
 def make_shared_mapping_key(files: Iterable[MappedFile]) -> str:
     """Make a key that is equal in two processes if they map the same files on the same machine.
 
-    The key has the boot id of the machine, and the inode, size and time of each file. The key is empty if one of these
-    is unknown.
+    The key consists of the boot id of the machine, and of the inode, size and time of each file. It is empty if one of
+    these is unknown.
     """
     known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):

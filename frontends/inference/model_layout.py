@@ -48,11 +48,11 @@ def plan_model_layout(
     *,
     can_pipeline: bool,
 ) -> Plan:
-    """Choose the model layout, and return it as the plan of `first_step`; all other plans keep this layout.
+    """Choose on which device each weight lies, and return this layout as the plan of `first_step`.
 
-    If memory is too short for `largest_step`, the layout comes from a plan of `largest_step` with host offload. In the
-    mode ``layer``, devices get layers for equal times of a prompt, except if shares are given or the memory sizes
-    differ.
+    All other plans of the session keep the layout. If memory is too short for `largest_step`, the layout comes from a
+    plan of `largest_step` with host offload. In the mode ``layer``, each device gets layers for an equal time of a
+    prompt. Given shares or different memory sizes decide instead.
 
     Args:
         on: The devices.
@@ -107,7 +107,10 @@ def plan_model_layout(
 def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Workload:
     """Make the workload for which a model layout is chosen: each sequence reads a prompt and then decodes tokens.
 
-    ``graph_of(sequences, tokens)`` builds the graph of a step.
+    Args:
+        graph_of: Builds the graph of a step from the numbers of sequences and of tokens.
+        sequences: Number of sequences.
+        context: Context of a sequence in tokens.
     """
     from ...scheduler import Workload
 
@@ -116,9 +119,10 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:
-    """Load every weight of a plan from the model into a store, and report the progress after each weight.
+    """Load every weight of a plan from the model into a store.
 
-    Large weights come first, while little else is in memory. The others follow in the order of the graph.
+    Large weights come first, while little else is in memory. The others follow in the order of the graph. `on_progress`
+    is called after each weight.
     """
     stored = model.tensors
     weights = {w.node.name: stored[w.node.name] for w in plan.graph.weights}

@@ -40,22 +40,32 @@ def make_step_graph_builder(model: Model, on: DeviceGroup) -> Callable[[Step], G
 
 
 def build_rewritten_step_graph(model: Model, rules: Sequence[NodeRewrite], step: Step) -> Graph:
-    """Build the graph of a step and apply the rewrites `rules` to its nodes."""
+    """Build the graph of a step, and apply the rewrite rules to its nodes, one rule after the other."""
     return reduce(rewrite_graph, rules, model.graph(step))
 
 
 def drop_exact_attribute(node: Node) -> Sequence[Value] | None:
-    """Drop the attribute `exact` of a node, so that backends may round to 16 bits."""
+    """Return the results of a node without the attribute `exact`, so that backends may round to 16 bits.
+
+    The result is None, which keeps the node, if it has no such attribute.
+    """
     return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
 
 
 def forbid_split_matmul_sums(node: Node) -> Sequence[Value] | None:
-    """Forbid that devices share the sum of a matmul, so that its last bit is the same as on one device."""
+    """Mark a matmul so that no devices share its sum: the last bit of the result is then the same as on one device.
+
+    The result is None, which keeps the node, for any other op.
+    """
     return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
 
 
 def widen_attention_to_f32(node: Node) -> Sequence[Value] | None:
-    """Cast the keys and values of attention to f32, because backends may round queries and weights to their dtype."""
+    """Cast the keys and values of an attention node to f32, so that no backend rounds in 16 bits.
+
+    Backends may round queries and attention weights to the dtype of the keys. The result is None, which keeps the node,
+    if it is another op or if keys and values are not in 16 bits.
+    """
     cells = node.inputs[1:3] if node.op == "attention" else ()
     if not HALF_DTYPES.intersection(value.dtype for value in cells):
         return None

@@ -30,12 +30,12 @@ PrefillChunk = Sequence[list[int]]
 
 
 def can_chunk(tokens: int) -> bool:
-    """Whether `tokens` tokens are enough for more than one chunk."""
+    """Return whether a prompt of `tokens` tokens is long enough for more than one chunk."""
     return tokens > MIN_CHUNK_TOKENS
 
 
 def compute_pipeline_depth(plan: Plan) -> int:
-    """Return the number of pipeline stages of a plan, or 1 if the speedup of pipelined runs is too small."""
+    """Return the number of pipeline stages of a plan; 1 if pipelined runs would hardly be faster."""
     if len(plan.device_plans) == 1:
         return 1
     from ...scheduler.pipelining.stage_times import (
@@ -156,9 +156,9 @@ def split_tokens_into_chunks(tokens: PrefillChunk, sizes: Iterable[int]) -> list
 
 
 def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hidden: bool) -> list[str]:
-    """Return the output kind of each chunk: ``logits`` or ``hidden``.
+    """Choose for each chunk of a prompt whether it returns ``logits`` or only ``hidden`` rows.
 
-    The output matrix is large, so a chunk returns logits only if a caller needs them.
+    The output matrix is large, so a chunk returns logits only if the caller needs them.
     """
     last = {at for new in zip(*chunks, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
     asked = [not hidden and (every_position or at in last) for at in range(len(chunks))]
@@ -168,7 +168,14 @@ def choose_output_kinds(chunks: Sequence[PrefillChunk], every_position: bool, hi
 def advance_lengths(
     chunk: PrefillChunk, lengths: Sequence[int], recent_tokens: list[list[int]], recent_count: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the lengths and the last `recent_count` tokens of all sequences after a chunk."""
+    """Return the state of all sequences after a chunk: their lengths, and the last `recent_count` tokens of each.
+
+    Args:
+        chunk: The new tokens of each sequence.
+        lengths: The lengths before the chunk.
+        recent_tokens: The last tokens of each sequence before the chunk.
+        recent_count: Number of last tokens to keep.
+    """
     longer = [n + len(new) for n, new in zip(lengths, chunk, strict=True)]
     if not recent_count:
         return longer, recent_tokens
@@ -177,7 +184,7 @@ def advance_lengths(
 
 @dataclass(frozen=True, slots=True)
 class ReversibleStep:
-    """A step that can be rewound: its tokens, and the state of the session before it."""
+    """A step that can be undone in part: its tokens `chunk`, and the lengths and recent tokens before it."""
 
     step: Step
     lengths: Sequence[int]
@@ -187,9 +194,9 @@ class ReversibleStep:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrefill:
-    """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
+    """A prompt in chunks that run pipelined over the devices: the step, the inputs and the output kind of each chunk.
 
-    `lengths` and `recent` are the lengths and recent tokens of the sequences after the last chunk.
+    `lengths` and `recent` are the lengths and the recent tokens of the sequences after the last chunk.
     """
 
     chunks: Sequence[PrefillChunk]
@@ -203,18 +210,24 @@ class ChunkedPrefill:
     def split_chunk_rows_by_sequence(
         self, results: Iterable[Mapping[str, F32]], idle_rows: Sequence[F32]
     ) -> list[list[F32]]:
-        """Split the output rows of each chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
+        """Split the output rows of each chunk by sequence.
+
+        An idle sequence, which has no tokens in the prefill, gets its entry of `idle_rows`.
+        """
         outputs = zip(results, self.outputs, self.chunks, strict=True)
         return [split_output_rows(one[name], part, self.every_position, idle_rows) for one, name, part in outputs]
 
 
 def list_output_positions(chunk: PrefillChunk) -> list[tuple[int, int]]:
-    """Return (sequence, token index) for every new token of a chunk."""
+    """List all new tokens of a chunk as pairs: the number of the sequence, and the index of the token in it."""
     return [(i, t) for i, new in enumerate(chunk) for t in range(len(new))]
 
 
 def split_output_rows(rows: F32, chunk: PrefillChunk, every_position: bool, idle_rows: Sequence[F32]) -> list[F32]:
-    """Split the output rows of a chunk by sequence; an idle sequence gets its rows of `idle_rows`."""
+    """Split the output rows of a chunk by sequence.
+
+    An idle sequence, which has no tokens in the chunk, gets its entry of `idle_rows`.
+    """
     lengths = [len(new) if every_position else 1 for new in chunk]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, chunk, idle_rows, strict=True)]

@@ -15,7 +15,7 @@ from .session import Session
 
 @dataclass(frozen=True, slots=True)
 class SessionCheckpoint:
-    """A checkpoint of a session: lengths, recent tokens, and the states that are not KV caches."""
+    """A copy of all that a session needs to go back: lengths, recent tokens, and the states that are not KV caches."""
 
     lengths: tuple[int, ...]
     recent: tuple[list[int], ...]
@@ -23,9 +23,9 @@ class SessionCheckpoint:
 
 
 def make_checkpoint(session: Session) -> SessionCheckpoint:
-    """Make a checkpoint of the current state of a session.
+    """Copy the present state of a session, so that `restore_checkpoint` can return to it.
 
-    KV caches are not copied, because cells after the end of a sequence are not read.
+    KV caches need no copy: later tokens only write cells after the end of a sequence, which are not read.
     """
     with session.store.turn:
         states = {n: np.array(session.store.state(n)) for n in session.state_names if not session.is_cache(n)}
@@ -41,10 +41,10 @@ def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
 
 
 def rewind_last_step(session: Session, token_count: int) -> None:
-    """Rewind the last call of `Session.evaluate`: keep only its first `token_count` tokens of sequence 0.
+    """Undo a part of the last call of `Session.evaluate`: keep only its first `token_count` tokens of sequence 0.
 
-    That call must have been `reversible`. Nothing is computed again: the step has saved the recurrent states after each
-    token.
+    The call must have been `reversible`: it has then saved the recurrent states after each token. So nothing is
+    computed again.
 
     Raises:
         ModelError: The last call was not reversible, or has fewer tokens.

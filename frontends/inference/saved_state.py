@@ -172,9 +172,9 @@ def _read_archive(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:
 
 
 def _parse_npy_array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
-    """Parse an archive member in npy format as an array, which is a view of its bytes.
+    """Return the array in an archive member in npy format, as a view of `data`.
 
-    NumPy's own reader would allocate as many bytes as the shape asks for.
+    NumPy's own reader would allocate memory for the declared shape before it checks the size of the data.
     """
     head = NPY_HEADER.match(data)
     if head is None or (dtype := head["dtype"].decode()) not in dtypes:
@@ -225,7 +225,10 @@ def _parse_recent_tokens(
 def _pair_sessions_with_lengths(
     session: Session | MicroBatchedSession, lengths: Sequence[int]
 ) -> Iterator[tuple[Session, list[int]]]:
-    """Return each session that has states, with the lengths of its sequences."""
+    """Yield each session that holds states, with the lengths of its sequences from `lengths`.
+
+    A session with micro-batches has several such sessions.
+    """
     places = zip(session.sessions, session.sequence_ranges, strict=True)
     return ((one, list(lengths[place.start : place.stop])) for one, place in places)
 
@@ -238,7 +241,7 @@ def _compute_expected_shape(
 
 
 def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> int:
-    """Return the number of rows of a state that are saved: for a cache, the rows in use."""
+    """Return how many rows of a state a file has: for a cache the rows in use, for other states all."""
     return (
         len(_select_rows_in_use(session, name, lengths))
         if session.is_cache(name)
@@ -247,9 +250,10 @@ def _count_saved_rows(session: Session, name: str, lengths: Sequence[int]) -> in
 
 
 def _select_rows_in_use(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the indices of the cache rows in use, sequence by sequence.
+    """Return the indices of the cache rows that hold tokens of a sequence, sequence by sequence.
 
-    A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
+    In a cache of a layer with an attention window, only the last tokens count. In a cache of token blocks, only
+    complete blocks count.
     """
     cells, window = session.cell_count(name), session.model.window_tokens(name)
     tokens = session.model.tokens_per_cell(name)

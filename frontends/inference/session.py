@@ -59,17 +59,17 @@ COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
-    """Sequences of tokens over one model: runs batches of new tokens and keeps the states of the sequences.
+    """Runs new tokens of one or several sequences through a model, and keeps the states of the sequences.
 
-    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
-    plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
-    parallel. A session made `like` another session uses the devices and weights of that one, and has its own states.
-    With `first_sequence` it runs sequences of `like` from that number on, in their memory; it has its own lengths.
-    No bucket has fewer than `min_tokens` (1) new tokens per sequence.
+    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. No
+    bucket has fewer than `min_tokens` (1) new tokens per sequence. All plans share weights and states. Threads that
+    share a session run one call at a time; separate sessions run in parallel. A session made `like` another one shares
+    its devices and weights, but has its own states. With `first_sequence` it instead runs the sequences of `like` from
+    this number on, in the memory of `like`; only its lengths are its own.
+
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
-    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence for n-gram
-    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit the
-    model.
+    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence, for n-gram
+    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit.
     """
 
     @validate_arguments(
@@ -176,7 +176,7 @@ class Session:
             tokens: New tokens per sequence; an idle sequence has an empty list and gets 0 rows.
             every_position: Return f32[new tokens, vocabulary] instead of f32[1, vocabulary] for the last token.
             hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
-            reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
+            reversible: Let `rewind.rewind_last_step` shorten this call, which may have one batch of tokens at most.
         """
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
@@ -225,7 +225,7 @@ class Session:
         return split_output_rows(output, part, every_position, [self.make_idle_rows(hidden)] * self.sequences)
 
     def _can_pipeline_chunks(self, tokens: int, reversible: bool = False) -> bool:
-        """Whether chunks run pipelined: on several stages, without MTP blocks, watch, trace or reversible step."""
+        """Whether chunks run pipelined: on several stages, but not with MTP blocks, watch, trace or reversible step."""
         alone = not can_chunk(tokens) or reversible or self.mtp_rows or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._pipeline_depth > 1
 
@@ -263,11 +263,11 @@ class Session:
         return ChunkedPrefill(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def bind_chunks(self, prefill: ChunkedPrefill) -> list[tuple[PipelinedPlan, Mapping[str, npt.NDArray[Any]]]]:
-        """Bind the plan of each chunk, and return the bound plans with their inputs for pipelined runs."""
+        """Prepare pipelined runs: return the plan of each chunk, bound to this session, together with its inputs."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(prefill.steps, prefill.inputs, strict=True)]
 
     def has_bound_pipelines(self, prefill: ChunkedPrefill) -> bool:
-        """Whether every step of a chunked prefill is already bound for pipelined runs."""
+        """Whether the plans of all chunks of a prefill are already bound to this session for pipelined runs."""
         return all(step in self._pipelines for step in prefill.steps)
 
     def end_prefill(self, prefill: ChunkedPrefill, runs: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
@@ -276,7 +276,7 @@ class Session:
         return prefill.split_chunk_rows_by_sequence(runs, [self.make_idle_rows(False)] * self.sequences)
 
     def make_idle_rows(self, hidden: bool) -> F32:
-        """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
+        """Return the empty rows that an idle sequence gets: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance_by(self, chunk: PrefillChunk) -> None:
@@ -300,7 +300,7 @@ class Session:
                 )
 
     def is_cache(self, name: str) -> bool:
-        """Whether a state is a cache, with one row per cell of each sequence, not one entry per sequence."""
+        """Whether a state is a cache with a row for each cell of a sequence, as opposed to one entry per sequence."""
         return bool(self.store.state(name).shape[0] == self.sequences * count_cache_rows(self.cell_count(name)))
 
     def cell_count(self, cache: str) -> int:
@@ -337,7 +337,7 @@ class Session:
         )
 
     def _get_context_bucket(self, length: int) -> int:
-        """Return the context bucket for the longest sequence, which has `length` tokens after the run."""
+        """Return the context bucket, a power of two, for a longest sequence of `length` tokens after the run."""
         return min(self.context, max(MIN_CONTEXT_BUCKET, next_power_of_two(length)))
 
     def _step_for(
@@ -348,7 +348,7 @@ class Session:
         return self._step_of(room, length, outputs, gives, reversible)
 
     def _get_token_bucket(self, tokens: int) -> int:
-        """Return the token bucket of a run; with a value watch the exact count, because statistics skip padding."""
+        """Return the token bucket of a run: a power of two, or `tokens` itself with a value watch (no padding)."""
         return next_power_of_two(max(tokens, self.min_tokens)) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))
@@ -368,7 +368,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
-        """Append tokens in one step, and yield the difference of each value from the same op on another device."""
+        """Append tokens in one step; yield how each value differs if its op runs on `device` with the same operands."""
         new = as_token_ids(0, tokens)
         with self.store.turn:
             self.require_valid_tokens([new])
@@ -382,7 +382,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
-        """Return the executor of a step: its plan, bound to the memory of this session; the first call binds it."""
+        """Return the executor of a step, its plan bound to the memory of this session; the first call binds it."""
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
@@ -393,7 +393,7 @@ class Session:
             return self._executors[step]
 
     def pipeline(self, step: Step) -> PipelinedPlan:
-        """Return the plan of a step, bound for pipelined runs; the first call binds it."""
+        """Return the plan of a step, bound to this session for pipelined runs; it is bound at the first call."""
         if step not in self._pipelines:
             from ...scheduler import PipelinedPlan
 

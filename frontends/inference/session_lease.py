@@ -7,9 +7,9 @@ from .session import Session
 
 
 class SessionLease:
-    """A session that a model lends to one call at a time, with the known tokens of each sequence.
+    """A session that a model lends to one call at a time, with the tokens that each sequence has processed.
 
-    The known tokens are the tokens that the session has processed, and perhaps one more.
+    The known tokens may also have one more token, which is not processed yet.
     """
 
     def __init__(self, session: Session | MicroBatchedSession) -> None:
@@ -30,9 +30,9 @@ class SessionLease:
         return self.session.sequences, self.session.context
 
     def reuse_prefix(self, ids: list[int]) -> list[int]:
-        """Reuse the processed tokens of sequence 0 as a prefix of `ids`, and return the remaining tokens of `ids`.
+        """Return the tokens of `ids` that sequence 0 must still read, so that a known prefix is not read again.
 
-        If `ids` has another beginning, or no further tokens, all sequences are reset and all of `ids` is returned.
+        If `ids` begins differently, or has no further tokens, all sequences are reset and all of `ids` is returned.
         """
         read = self.tokens[0][: self.session.lengths[0]]
         if not read or len(ids) <= len(read) or ids[: len(read)] != read:

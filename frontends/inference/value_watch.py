@@ -19,7 +19,7 @@ from ..errors import ModelError
 class StepStatistics:
     """Statistics of the watched values of one step, by value name.
 
-    The step ran `token_count` tokens from position `first_position` on.
+    The step ran `token_count` tokens; `first_position` is the position of the first one.
     """
 
     first_position: int
@@ -44,10 +44,10 @@ class StepStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ValueWatch:
-    """A watch on graph values: a regular expression for names, and a callback that gets statistics after each step.
+    """Watches graph values with names that match a regular expression, and reports their statistics after each step.
 
-    A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
-    is split at a watched value inside it.
+    A watched value is gathered from all devices. Steps have no padding, so that statistics do not count it. A fused
+    kernel is split if a watched value is inside it.
     """
 
     pattern: str
@@ -68,7 +68,7 @@ class ValueWatch:
         select_matching_values(graph, self.pattern)
 
     def add_watched_outputs(self, graph: Graph) -> Graph:
-        """Return the graph with the watched values as further outputs."""
+        """Return the graph with all watched values as additional outputs."""
         from ...scheduler import select_matching_values, with_observed_values
 
         return with_observed_values(graph, select_matching_values(graph, self.pattern))

@@ -122,7 +122,10 @@ class Model:
 
     @property
     def uses_half_precision_activation(self) -> bool:
-        """Whether some activation is computed in half precision, so that the last bits of its operand matter."""
+        """Whether some activation function is computed in half precision (f16).
+
+        Rounding then makes the last bits of its operand visible in the results.
+        """
         return any(block.uses_half_precision_activation for block in self.hyper.blocks)
 
     @property
@@ -139,13 +142,13 @@ class Model:
         return self.hyper.window_tokens(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def tokens_per_cell(self, cache: str) -> int:
-        """Return the number of tokens per cell of a cache: 1, or the tokens of a block in compressed attention."""
+        """Return how many tokens share a cell of a cache: one, or with compressed attention the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.tokens_per_block(int(layer)) if kind == "cache_c" else 1
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token attends to earlier tokens only. Other models read a whole text at once, without steps."""
+        """Whether a token attends only to itself and earlier tokens; other models read a whole text in one step."""
         return self.hyper.is_causal
 
     @property
@@ -170,16 +173,16 @@ class Model:
 
     @property
     def draft_columns(self) -> int:
-        """Number of columns of `Batch.draft_inputs`, over all MTP blocks."""
+        """Number of columns of `Batch.draft_inputs`, the rows that all MTP blocks read with the next token."""
         return self.mtp_block_count * self.hyper.mtp_blocks.draft_columns if self.hyper.mtp_blocks else 0
 
     def is_sequence_state(self, state: str) -> bool:
-        """Return whether a state belongs to the sequences themselves, not to MTP blocks or to rewinding."""
+        """Return whether a state belongs to the sequences; states of MTP blocks and copies for rewinding do not."""
         guessing = tuple(f".{self.layers + k}" for k in range(self.mtp_block_count))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def require_context_fits(self, context: int) -> None:
-        """Raise `ModelError` unless ``context`` tokens fit into the trained context length."""
+        """Raise `ModelError` if ``context`` tokens are more than the context length that the model was trained for."""
         if context > self.context_length:
             raise ModelError(
                 f"context size is {context}, but the model was trained for {self.context_length}; choose less"

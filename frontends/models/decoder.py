@@ -24,7 +24,7 @@ from .picture_tokens import suppress_token_logits
 class Decoder:
     """Builds the graph of one decoder step: the output ``logits`` f32[outputs, vocabulary], and the new states.
 
-    After the last mixer only the output rows, which are the tokens with requested logits, are computed further.
+    Only tokens with requested logits (the output rows) are computed further after the last mixer.
     """
 
     def __init__(self, hyper: Hyperparameters, weights: ModelWeights, frame: StepGraphBuilder) -> None:
@@ -47,7 +47,10 @@ class Decoder:
         return self.frame.build_graph({"hidden": x})
 
     def run_all_blocks(self) -> Value:
-        """Embed the tokens, run all blocks, and return the residual after the last one: f32[n, E], output rows only."""
+        """Embed the tokens, run all blocks, and return the residual after the last one.
+
+        The result is f32[n, E] and has only the rows of tokens with requested logits.
+        """
         x = self.embed_tokens()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.run_block(i, layer, x))
@@ -125,7 +128,7 @@ class Decoder:
         return x if absent else self.norm(self.weights, stem, x)
 
     def apply_residual_scale(self, x: Value) -> Value:
-        """Multiply ``x``, which is to be added to the residual, by the residual factor of the model."""
+        """Multiply a block result ``x`` by the residual factor of the model, before it is added to the residual."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
     def run_mixers(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
@@ -177,7 +180,7 @@ class Decoder:
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
     def run_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
+        """Return the sum of the experts of block i and of a dense FFN, if the block has a dense FFN beside the experts.
 
         Args:
             i: Number of the block.
@@ -204,9 +207,15 @@ class Decoder:
         return ops.scale(y, scale=math.sqrt(0.5)) if self.family.parallel_dense_ffn == "mean" else y
 
     def run_separately_normed_experts_and_ffn(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
-        """Return the sum of the results of experts and dense FFN, each with its own norms; the router has a third norm.
+        """Return the sum of the results of experts and dense FFN of block i, each with norms of its own, f32[n, E].
 
-        Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
+        The operand of the router has a third norm. Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
+
+        Args:
+            i: Number of the block.
+            layer: The hyperparameters of the block.
+            h: The operand of the dense FFN, f32[n, E].
+            added: The residual after the mixers, f32[n, E].
         """
         weights, block, experts, width = self.weights, f"blk.{i}", layer.experts, self.hyper.width
         assert experts is not None

@@ -31,10 +31,10 @@ class InputSource(Protocol):
 
 
 class TokenMixer(Protocol):
-    """A token mixer: a part of a layer that lets tokens of a sequence read each other, such as attention.
+    """A part of a layer that lets the tokens of a sequence read each other, such as attention or a recurrence.
 
-    It maps f32[B*T, E] to f32[B*T, E]. ``taps`` is the number of taps of its short convolution; 0 if it has no state
-    except a cache.
+    It maps f32[B*T, E] to f32[B*T, E]. ``taps`` is the number of taps of its short convolution. It is 0 for a mixer
+    that has no state except a cache.
     """
 
     @property
@@ -46,7 +46,10 @@ class TokenMixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The hyperparameters of one block: mixers with results that are added up, and experts or a dense FFN, if any."""
+    """The hyperparameters of one block: its token mixers, its activation, and its experts or dense FFN, if any.
+
+    The results of several mixers are added up.
+    """
 
     mixers: tuple[TokenMixer, ...]
     experts: ExpertLayer | None
@@ -63,9 +66,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class HyperConnectionTraits:
-    """The hyperparameters of hyper-connections: the number of residual streams, and constants for their weights.
+    """The hyperparameters of hyper-connections, in which a model has ``count`` residual streams.
 
-    ``iterations`` counts the Sinkhorn iterations that normalise the mix among streams.
+    The other fields are constants for the weights of the streams. ``iterations`` is the number of Sinkhorn iterations
+    that normalise the mix among the streams.
     """
 
     count: int
@@ -125,7 +129,7 @@ class Hyperparameters:
 
     @cached_property
     def input_sources(self) -> tuple[InputSource, ...]:
-        """The parts of the model that have graph inputs of their own, such as ring caches and n-gram embeddings."""
+        """The parts of the model that build graph inputs of their own, such as ring caches and n-gram embeddings."""
         rings = map(RingCacheInput, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
@@ -138,22 +142,22 @@ class Hyperparameters:
     def select_step_inputs(self, step: Step) -> frozenset[str]:
         """Return the names of the inputs from `build_step_inputs` that the graph of a step has.
 
-        A step with ring caches only needs no ``slot``.
+        These are `required_inputs`. If all caches of the step are ring caches, the graph needs no ``slot``.
         """
         rolls = self.windows and all(map(step.ring_cells, self.windows.values()))
         return self.required_inputs - {"slot"} if rolls else self.required_inputs
 
     def window_tokens(self, layer: int) -> int:
-        """Return the attention window of a layer in tokens, after which a cache cell is never read again.
+        """Return the attention window of a layer in tokens; 0 for full attention.
 
-        The result is 0 for full attention. MTP blocks follow the layers of the model.
+        A cache cell outside the window is never read again. Layer numbers after the last layer mean MTP blocks.
         """
         return self.windows[layer] if self.mtp_blocks is None else {**self.windows, **self.mtp_blocks.windows}[layer]
 
     def tokens_per_block(self, layer: int) -> int:
         """Return the number of tokens that share one key in the block cache of a layer with compressed attention.
 
-        MTP blocks follow the layers of the model.
+        Layer numbers after the last layer mean MTP blocks.
         """
         blocks = self.blocks if self.mtp_blocks is None else (*self.blocks, *self.mtp_blocks.blocks)
         (blocks_of,) = (m.blocks for m in blocks[layer].mixers if isinstance(m, CompressedAttention) and m.blocks)
@@ -165,7 +169,10 @@ class Hyperparameters:
 
 
 def compute_ring_windows(blocks: Mapping[int, Layer]) -> dict[int, int]:
-    """Return the attention window of each block with a cache, after which a cell is never read again; 0 for none."""
+    """Return the attention window in tokens of each block that has a cache; 0 for full attention.
+
+    A cell outside the window is never read again, so that a ring cache may overwrite it.
+    """
     cached = Attention | LatentAttention | CompressedAttention
     return {
         i: m.attention_window.ring_window for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)

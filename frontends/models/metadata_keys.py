@@ -21,7 +21,12 @@ READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
 @dataclass(frozen=True, slots=True)
 class MetadataKeyUse:
-    """How hocket uses a metadata key (``read``, ``ignored`` or ``default only``), why, and the accepted values."""
+    """How hocket uses a metadata key.
+
+    - ``use``: ``read``, ``ignored``, or ``default only`` for a key that may have only the accepted values.
+    - ``reason``: why.
+    - ``accepted``: the accepted values.
+    """
 
     use: str
     reason: str

@@ -19,11 +19,11 @@ from .layers.feed_forward import linear, split_columns
 
 
 class MtpGraphBuilder:
-    """Builds the step graphs of a decoder with multi-token prediction (MTP) blocks.
+    """Builds the step graphs of a decoder with multi-token prediction (MTP) blocks, which predict further tokens.
 
-    A draft input is the vector that an MTP block reads in addition to the token. A row of ``seen`` or ``hidden``
-    f32[n, blocks * columns] holds the draft inputs of all blocks for the next token. Blocks without matrices of their
-    own use the matrices of the decoder.
+    Besides a token, an MTP block reads a vector: its draft input. The graph input ``seen`` and the output ``hidden``
+    f32[n, blocks * columns] hold the draft inputs of all blocks for the next token, side by side. A block without an
+    embedding or output matrix of its own uses the one of the decoder.
     """
 
     def __init__(self, trunk: Decoder) -> None:
@@ -37,7 +37,10 @@ class MtpGraphBuilder:
         )
 
     def build_graph(self) -> Graph:
-        """Build the graph of the step: of drafts for the output kind ``guess``, else of the model with MTP blocks."""
+        """Build the graph of the step.
+
+        With the output kind ``guess`` the graph computes a draft. Otherwise it runs the model and all MTP blocks.
+        """
         return self.frame.build_graph(
             self.build_draft_outputs() if self.frame.step.output_kind == "guess" else self.build_model_outputs()
         )
@@ -61,10 +64,10 @@ class MtpGraphBuilder:
         return {**outputs, "hidden": concat_columns(rows)}
 
     def build_draft_outputs(self) -> dict[str, Value]:
-        """Build the outputs of a draft step: ``logits`` of MTP block ``draft_block``, and ``hidden`` for the next one.
+        """Build the outputs of a draft step: ``logits`` of MTP block ``draft_block``, and the draft inputs ``hidden``.
 
-        The blocks after it read the same token. If there are fewer blocks than drafts, the last block makes all
-        further drafts.
+        The next draft reads ``hidden``. All MTP blocks after this one read the same token. If there are fewer blocks
+        than drafts, the last block makes all further drafts.
         """
         first, last = self.frame.step.draft_block, self.hyper.layers - 1
         answers = [self.run_mtp_block(k, self.draft_inputs[k]) for k in range(first, last + 1)]
@@ -74,9 +77,10 @@ class MtpGraphBuilder:
         return {"logits": self.compute_logits(first, answers[0][1]), "hidden": concat_columns(rows)}
 
     def make_shifted_draft_input(self, k: int, draft_rows: Value) -> Value:
-        """Make the draft input of MTP block k for each token by shifting ``draft_rows`` f32[B*T, columns] by one token.
+        """Make the draft input of MTP block k for each token: the row of ``draft_rows`` of the token before it.
 
-        The first token of a sequence gets the draft input that the caller has kept.
+        The first token of a sequence gets the row that the caller has kept from the previous run. ``draft_rows`` and
+        the result are f32[B*T, columns].
         """
         frame = self.frame
         first = ops.reshape(self.draft_inputs[k], shape=(frame.step.sequences, 1, self.draft_columns))
@@ -103,7 +107,10 @@ class MtpGraphBuilder:
         return x, self.decoder.apply_output_norm(x, name)
 
     def make_next_draft_input(self, x: Value, normed: Value) -> Value:
-        """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
+        """Make the vector that the next MTP block reads besides the token (its draft input), f32[n, columns].
+
+        It comes from the residual ``x`` or from its norm ``normed``, depending on the model.
+        """
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 
@@ -116,7 +123,7 @@ class MtpGraphBuilder:
         return self.hyper.vocabulary_size, self.hyper.width
 
     def weight_prefix(self, k: int) -> str:
-        """Return the prefix of the names of the weights that MTP block k has of its own."""
+        """Return the common prefix of the names of those weights that only MTP block k has."""
         return f"blk.{self.hyper.stored_blocks + k}.nextn"
 
 

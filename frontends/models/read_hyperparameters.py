@@ -80,7 +80,7 @@ def read_hyperparameters(keys: ArchitectureKeys, family: FamilyTraits) -> Hyperp
 
 
 def can_run_mtp(family: FamilyTraits) -> bool:
-    """Return whether hocket can run the MTP blocks of a family, which needs attention and a known residual stream."""
+    """Return whether hocket can run the MTP blocks of a family: they need attention and a known residual stream."""
     plain = family.residuals in ("", "streams", "gated streams") and not family.repeat_key
     return family.is_causal and plain and family.uses_attention
 
@@ -210,7 +210,11 @@ class HyperparameterReader:
         return tuple(i < self.run_layer_count and (not period or i % period != whole) for i in range(self.count))
 
     def read_layer(self, weight_block: int, i: int) -> Layer:
-        """Read the hyperparameters of block i, which has the matrices of the block ``weight_block`` in the file."""
+        """Read the hyperparameters of block i.
+
+        The file has the matrices of block i under the number ``weight_block``, which differs if blocks are run more
+        than once.
+        """
         block, tensors = f"blk.{weight_block}", self.keys.gguf.tensors
         dense = any(f"{block}.ffn_{name}.weight" in tensors for name in ("down", "up"))
         experts = None
@@ -239,7 +243,10 @@ class HyperparameterReader:
         )
 
     def uses_experts(self, i: int) -> bool:
-        """Return whether block i uses its experts; llama.cpp applies only the activation in other blocks."""
+        """Return whether block i has experts that are used.
+
+        As in llama.cpp, other blocks of a model with experts apply only the activation.
+        """
         step = (
             self.keys.read_count_or_default("interleave_moe_layer_step", 1)
             if self.family.has_interleaved_experts
@@ -332,7 +339,10 @@ class HyperparameterReader:
 
     @property
     def is_llama4_maverick(self) -> bool:
-        """Whether this is Llama 4 Maverick (128 experts), which has no norms of q and k; no key says so."""
+        """Whether this is Llama 4 Maverick, which has no norms of q and k.
+
+        No key of the file says so; the model is recognised by its 128 experts.
+        """
         return self.family.qk_norm == "bare rotated" and self.keys.read_count("expert_count", 0, minimum=0) == 128
 
     def find_cache_source_layer(self, i: int) -> int | None:

@@ -16,7 +16,10 @@ from .layers.rwkv import Rwkv6TimeMix, Rwkv7TimeMix
 
 
 class RecurrentMixer(Protocol):
-    """A class of recurrent token mixers, such as `Mamba`, that some layers of a family have."""
+    """A class of token mixers with recurrent state, such as `Mamba`.
+
+    `from_keys` reads the hyperparameters of the mixer of a layer from the metadata.
+    """
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: FamilyTraits, layer: int) -> TokenMixer: ...

@@ -22,7 +22,7 @@ from .layers.feed_forward import PLAIN_ACTIVATIONS, linear, matmul, split_column
 
 
 class EmbeddingSkipDecoder(Decoder):
-    """A decoder in which every block adds the token embedding again, times a factor of the block. Talkie."""
+    """A decoder in which every block adds the token embedding once more, times a factor of the block (Talkie)."""
 
     def run_all_blocks(self) -> Value:
         x = first = self.embed_tokens()
@@ -158,7 +158,15 @@ class AlternatingUpdateDecoder(PerLayerEmbeddingDecoder):
         return ops.add(self.apply_block_norm(i, "laurel_post_norm", y), h)
 
     def compute_stream_shares(self, i: int, x: Value, streams: int) -> Value:
-        """Compute the share of each stream, between -1 and 1, from one stream ``x`` f32[n, E]: f32[n, streams]."""
+        """Compute coefficients between -1 and 1 for the residual streams: f32[n, streams].
+
+        They depend on one stream ``x`` f32[n, E]. Both `predict_streams` and `correct_streams` use them.
+
+        Args:
+            i: Number of the block.
+            x: The stream.
+            streams: Number of streams.
+        """
         h = ops.scale(self.apply_block_norm(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
@@ -194,13 +202,13 @@ def take_first_stream(x: Value) -> Value:
 
 
 def split_off_first_stream(x: Value) -> tuple[Value, Value]:
-    """Split off the first residual stream f32[n, 1, E] from the other streams f32[n, streams - 1, E]."""
+    """Split the residual streams into the first one f32[n, 1, E] and the others f32[n, streams - 1, E]."""
     first = ops.slice_(x, axis=1, start=0, stop=1)
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
 
 
 def match_row_norms(x: Value, like: Value) -> Value:
-    """Scale the rows of ``x`` f32[n, k, E] to match the L2 norms of the rows of ``like`` f32[n, 1, E]."""
+    """Scale each row of ``x`` f32[n, k, E] so that its L2 norm equals that of the row in ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
@@ -279,9 +287,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Compute the logits of the stream weights from all streams ``x``.
+        """Compute the logits from which the weights of the residual streams follow, and return three values.
 
-        The other results are the factors and the offsets of these logits.
+        Returns:
+            The logits, computed from all streams ``x``; the factors of the logits; the offsets of the logits.
         """
         rows, streams, width = x.shape
         flat = self.norm.apply_without_weights(ops.reshape(x, shape=(rows, streams * width)))
@@ -292,7 +301,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
     def merge_streams(self, x: Value, head_prefix: str) -> Value:
-        """Merge the streams f32[n, streams, E] into one: a weighted sum if the file has its weights, else the mean."""
+        """Merge the residual streams ``x`` f32[n, streams, E] into one, f32[n, E].
+
+        The result is a weighted sum if the file has weights for it, else the mean.
+        """
         if not self.weights.has_tensor("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
@@ -343,10 +355,10 @@ class GatedMeanStreamDecoder(HyperConnectionDecoder):
 
 
 class AttentionResidualsDecoder(Decoder):
-    """A decoder with attention residuals: its parts read a softmax-weighted mix of earlier residuals.
+    """A decoder in which each mixer and each FFN reads a softmax-weighted mix of earlier residuals.
 
-    A part is a mixer or an FFN. The mix has the present residual and the saved ones, from the start of each span of
-    blocks. Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
+    The mix contains the present residual, and the residuals that were saved at the start of each span of blocks. Kimi
+    team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
 
     def run_all_blocks(self) -> Value:
@@ -387,10 +399,9 @@ class AttentionResidualsDecoder(Decoder):
 
 
 class AlternatingStacksDecoder(Decoder):
-    """A decoder with two stacks of blocks that run in turn, each on the sum of both results.
+    """A decoder with two stacks of blocks that run in turn; each pass of a stack reads the sum of the results of both.
 
-    Each pass of a stack has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp
-    ``hrm-text.cpp``.
+    Each pass has its own KV caches. Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """
 
     def run_all_blocks(self) -> Value:

@@ -95,7 +95,7 @@ def average_pool(
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
-    """Convert ``LpPool``: return the p-norm of each window, the p-th root of its sum of p-th powers."""
+    """Convert ``LpPool``: return the p-norm of each window, the p-th root of the sum of ``|x| ** p``."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
     sums = arith.scale_and_shift(means, math.prod(kernel_shape))
@@ -103,7 +103,10 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
 
 
 def make_global_pool_converter(kind: str) -> Any:
-    """Make the converter of a global pooling over all spatial axes; `kind` is ``mean`` or ``max``."""
+    """Make the converter of a pooling over all spatial axes, which leaves one entry per channel.
+
+    `kind` is ``mean`` or ``max``.
+    """
 
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
@@ -203,7 +206,7 @@ def resize(
 ) -> Tensor:  # fmt: skip
     """Convert ``Resize``: resize axes one after the other, by scales or to sizes.
 
-    Each axis is multiplied by an interpolation matrix.
+    To resize an axis, it is multiplied by an interpolation matrix.
     """
     over = [x.normalise_axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):

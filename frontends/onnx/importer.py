@@ -95,7 +95,10 @@ def _fix_shapes_and_inputs(model: ModelProto, shapes: dict[str, Any], fixed: dic
 
 
 def _inline_functions(model: ModelProto) -> ModelProto:
-    """Inline the functions of the model, and the definitions that ONNX gives for ops that the op table lacks."""
+    """Replace calls of functions by the nodes of the functions.
+
+    This applies to the functions of the model, and to ops that the op table lacks but ONNX defines by simpler ops.
+    """
     from onnx.defs import SchemaError, get_schema
     from onnx.inliner import inline_local_functions, inline_selected_functions
     from onnx.shape_inference import infer_shapes
@@ -164,7 +167,7 @@ def _get_opset_versions(model: ModelProto) -> dict[str, int]:
 
 @dataclass
 class _ModelImporter:
-    """The conversion of one model: the tensors, constants and weights that exist so far."""
+    """Converts one ONNX model to a graph; it holds the tensors, constants and weights that exist so far."""
 
     model: ModelProto
     folder: Path | None
@@ -231,7 +234,7 @@ class _ModelImporter:
         self.values[info.name] = Tensor(input(info.name, compute_value_shape(shape), dtype), shape, truth)
 
     def _require_known_ops(self, graph: GraphProto) -> None:
-        """Raise `ModelError` with all ops of a graph that the op table lacks."""
+        """Raise `ModelError` if the op table has no converter for some ops of a graph; the message lists them all."""
         missing = Counter(
             ".".join(filter(None, (_normalise_domain(node), node.op_type)))
             for node in graph.node
@@ -244,11 +247,11 @@ class _ModelImporter:
             )
 
     def _can_fold_node(self, node: NodeProto) -> bool:
-        """Whether a node is shape arithmetic with constant inputs, so that it can be constant-folded."""
+        """Return whether a node computes shapes from constants, so that the import can evaluate it."""
         return node.op_type in CONSTANT_FOLDED_OPS and all(not name or name in self.constants for name in node.input)
 
     def _convert_node(self, node: NodeProto, opset: int) -> None:
-        """Convert one node: fold it to a constant, take a branch of it, or call its converter of the op table."""
+        """Convert one node: evaluate it if it is constant, import the branch of an ``If``, or call its converter."""
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:
             if name and name not in self.values and name not in self.constants:
@@ -281,7 +284,10 @@ class _ModelImporter:
             )
 
     def _import_taken_branch(self, node: NodeProto, where: str) -> None:
-        """Convert the taken branch of an ``If`` node; its condition must be constant."""
+        """Convert only the taken branch of an ``If`` node, whose condition must be constant.
+
+        `where` names the node in errors.
+        """
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
             raise ModelError(
@@ -312,7 +318,13 @@ class _ModelImporter:
         self.values[name] = result
 
     def _fold_constant_node(self, node: NodeProto, opset: int, where: str) -> None:
-        """Constant-fold a node: compute its results with the reference evaluator of onnx."""
+        """Replace a node with constant inputs by its results, which the reference evaluator of onnx computes.
+
+        Args:
+            node: The node.
+            opset: Opset version of its domain.
+            where: Name of the node in errors.
+        """
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
 
@@ -333,9 +345,10 @@ class _ModelImporter:
             self.constants[name] = np.asarray(result)
 
     def _resolve_tensor(self, name: str) -> Tensor:
-        """Return the tensor of a value name; a constant becomes a graph constant or a weight at its first use.
+        """Return the tensor of an ONNX value by its name; a constant gets its graph node at the first use.
 
-        A constant becomes a weight if it is large, bfloat16, or an initialiser of floats.
+        A large or bfloat16 constant, and an initialiser of floats, becomes a weight. Other constants become graph
+        constants.
         """
         if name not in self.values:
             known = self.constants[name]

@@ -51,7 +51,7 @@ def require_constant(x: Tensor) -> np.ndarray:
 
 
 def as_number(x: Any, default: Any) -> Any:
-    """Return the single number of an attribute or of a constant input, or `default` if it is absent."""
+    """Return the one number that an attribute or a constant input holds, or `default` if it is absent."""
     if x is None:
         return default
     return require_constant(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
@@ -61,7 +61,10 @@ def as_number(x: Any, default: Any) -> Any:
 
 
 def make_variadic_converter(op: Callable[[Tensor, Tensor], Tensor]) -> OpConverter:
-    """Make the converter of an op with any number of operands, which folds a binary function over them."""
+    """Make the converter of an op with any number of operands, such as ``Sum``, from a function of two operands.
+
+    The function is applied from left to right.
+    """
     return lambda *xs: reduce(op, xs)
 
 
@@ -88,7 +91,10 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 def clip(
     x: Tensor, min_input: Tensor | None = None, max_input: Tensor | None = None, *, min: Any = None, max: Any = None
 ) -> Any:
-    """Convert ``Clip``: clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
+    """Convert ``Clip``: clamp each entry to limits, either of which may be absent.
+
+    The limits are inputs in newer opsets (`min_input`, `max_input`) and attributes in older ones (`min`, `max`).
+    """
     return arith.clamp(x, min_input if min_input is not None else min, max_input if max_input is not None else max)
 
 
@@ -114,7 +120,10 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
-    """Convert ``IsInf``: return whether entries are infinite, for the signs that the attributes switch on."""
+    """Convert ``IsInf``: return whether each entry is infinite.
+
+    -inf counts only with `detect_negative`, and +inf only with `detect_positive`.
+    """
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, is_requested in ((above, detect_positive), (below, detect_negative)) if is_requested]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
@@ -136,7 +145,10 @@ def keep_triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tens
 
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
-    """Convert ``Reshape``: a size of 0 keeps the axis unless `allowzero` is set, and one -1 is inferred."""
+    """Convert ``Reshape``: return `x` with another shape.
+
+    In `shape`, one -1 is inferred from the other sizes. A 0 keeps the size of the axis, unless `allowzero` is set.
+    """
     sizes = as_integers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
@@ -194,9 +206,9 @@ def slice_(
     x: Tensor, starts_input: Any = None, ends_input: Any = None, axes_input: Any = None, steps_input: Any = None, *,
     starts: Any = None, ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Slice``: slice axes with steps.
+    """Convert ``Slice``: return a range of each given axis, with steps.
 
-    Bounds and axes are inputs (newer opsets) or attributes (older ones).
+    Bounds and axes are inputs in newer opsets (``*_input``) and attributes in older ones. Steps are always inputs.
     """
     begin = as_integers(starts_input if starts is None else starts) or []
     end = as_integers(ends_input if ends is None else ends) or []
@@ -216,7 +228,7 @@ def pad(
     x: Tensor, pads_input: Any = None, fill: Tensor | None = None, axes_input: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Pad``: pad axes with a value or by a mode.
+    """Convert ``Pad``: pad axes with a constant or, in other modes, with entries of `x`.
 
     The pads are an input (newer opsets) or an attribute (older ones).
     """
@@ -250,7 +262,7 @@ def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
 
 
 def _require_small_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple.
+    """Return a shape as a tuple, after a check of its sizes.
 
     Raises:
         ModelError: A size is negative, or the shape has more than `MAX_CONSTANT_ENTRIES` entries.
@@ -266,7 +278,7 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
 
 
 def constant(**attributes: Any) -> Tensor:
-    """Convert ``Constant``: return its constant, which is exactly one of the attributes ``value*``."""
+    """Convert ``Constant``: return the constant tensor in the one attribute ``value*`` that is given."""
     ((kind, value),) = attributes.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
@@ -286,7 +298,7 @@ def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
-    """Convert ``OneHot``: return ``values[1]`` at the index of each id on a new axis, and ``values[0]`` elsewhere.
+    """Convert ``OneHot``: along a new axis, return ``values[1]`` at each id and ``values[0]`` elsewhere.
 
     The new axis has `depth` entries.
     """
@@ -340,9 +352,9 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _split_index_tuples(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
-    """Split the last axis of `ids` into one index tensor for each axis of `x`, as ``GatherND`` and ``ScatterND`` need.
+    """Split the last axis of `ids`, which holds index tuples, into one index tensor for each axis of `x`.
 
-    The first `batch` axes are batch axes: they have the same index in `x` and in `ids`.
+    ``GatherND`` and ``ScatterND`` have such tuples. `batch` leading axes have the same index in `x` and in `ids`.
     """
     ahead = [
         constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])

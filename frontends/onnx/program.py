@@ -70,7 +70,7 @@ def as_graph_array(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class Runner:
-    """An ONNX model that is loaded on devices. A call takes arrays and returns the list of output arrays."""
+    """An ONNX model that is loaded on devices; a call takes the input arrays and returns the list of output arrays."""
 
     def __init__(self, program: Program, plan: Plan) -> None:
         from ...scheduler import load

@@ -43,7 +43,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class RecurrentCell:
-    """The weights and settings of a recurrent op in one direction, which all time steps share.
+    """The weights and settings of a recurrent op such as ``LSTM``, for one direction; all time steps share them.
 
     `recurrent_weight` is [gates × hidden, hidden]. `integer_settings` has the integer attributes of the op.
     """
@@ -78,7 +78,7 @@ StepFunction: TypeAlias = Callable[[RecurrentCell, Tensor, Sequence[Tensor]], tu
 
 
 def _compute_rnn_step(cell: RecurrentCell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute one RNN time step: the activation of gate inputs plus projected state."""
+    """Compute one time step of a simple RNN: the activation of the sum of gate inputs and projected state."""
     return (cell.activations[0](arith.add(x, cell.project_state(states[0]))),)
 
 
@@ -188,7 +188,14 @@ def make_recurrence_converter(step: StepFunction, names: Sequence[str], settings
 def _unroll_steps(
     step: StepFunction, cell: RecurrentCell, gates: Sequence[Tensor], states: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Unroll a recurrence over its time steps, and yield the states after each step; `gates` has the gate inputs."""
+    """Run a recurrence over all time steps, and yield the states after each step.
+
+    Args:
+        step: Computes one time step.
+        cell: The weights and settings.
+        gates: The gate inputs of each time step.
+        states: The states before the first step.
+    """
     for x in gates:
         states = step(cell, x, states)
         yield tuple(states)
@@ -215,7 +222,7 @@ def _with_clipped_input(activation: Activation, bound: float) -> Activation:
 
 
 def _select_direction(x: Tensor, direction_index: int) -> Tensor:
-    """Return the entry of one direction on the first axis."""
+    """Return the part of `x` for one direction (forward or backward), which is an index of the first axis."""
     return shapes.select(x, 0, direction_index)
 
 

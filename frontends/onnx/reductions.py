@@ -18,9 +18,9 @@ from .op_calls import OpConverter, OptionalIntegers, as_integers, as_number, fla
 
 
 def make_reduction_converter(kind: Callable[[Tensor, list[int], bool], Tensor]) -> OpConverter:
-    """Make the converter of a reduction over the axes in the input or attribute ``axes``; all axes if it is absent.
+    """Make the converter of a reduction over axes, which are an input or the attribute ``axes``.
 
-    With ``noop_with_empty_axes`` and no axes, each entry is reduced alone.
+    Without axes the reduction is over all axes. With ``noop_with_empty_axes`` and no axes, each entry is reduced alone.
 
     Args:
         kind: The reduction of a tensor over a list of axes; the boolean keeps the reduced axes with size 1.
@@ -66,12 +66,15 @@ reduce_log_sum_exp = make_reduction_converter(
 
 
 def make_max_min_prod_converter(kind: str) -> OpConverter:
-    """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``; `kind` is ``max``, ``min`` or ``prod``."""
+    """Make the converter of ``ReduceMax``, ``ReduceMin`` or ``ReduceProd``, by `kind`: ``max``, ``min`` or ``prod``."""
     return make_reduction_converter(lambda x, over, keep: reductions.reduce_by_kind(kind, x, over, keep))
 
 
 def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:
-    """Make the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
+    """Make the converter of ``ArgMax`` or ``ArgMin``, which returns the index of the first largest or smallest entry.
+
+    With ``select_last_index`` the converter returns the last one, by a search of the reversed axis.
+    """
 
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
@@ -82,9 +85,9 @@ def make_argmax_argmin_converter(kind: Callable[..., Tensor]) -> OpConverter:
 
 
 def make_cumulative_converter(kind: str) -> OpConverter:
-    """Make the converter of ``CumSum`` or ``CumProd`` along an axis.
+    """Make the converter of ``CumSum`` or ``CumProd`` along an axis, by `kind`: ``sum`` or ``prod``.
 
-    With ``exclusive`` an entry excludes itself; with ``reverse`` the accumulation starts at the end.
+    With ``exclusive`` an entry excludes itself. With ``reverse`` the accumulation starts at the end.
     """
 
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
@@ -111,14 +114,17 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
-    """Convert ``Hardmax``: return 1 at the first largest entry along an axis, and 0 elsewhere."""
+    """Convert ``Hardmax``: return 1 in place of the first largest entry along an axis, and 0 elsewhere."""
     at = x.normalise_axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
 def with_flattened_trailing_axes(row: OpConverter) -> OpConverter:
-    """Make the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
+    """Make the converter of an op in an older opset, where the op treats `axis` and all later axes as one axis.
+
+    `row` is the converter of the newer opset, which works on one axis.
+    """
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
 
@@ -135,17 +141,20 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Convert ``Gemm``: return ``alpha * a @ b + beta * c``, with `a` or `b` transposed on request."""
+    """Convert ``Gemm``: return ``alpha * a @ b + beta * c``.
+
+    `transA` and `transB` transpose `a` and `b` before the product.
+    """
     out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
     out = arith.scale_and_shift(out, alpha)
     return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
-    """Convert ``Einsum``: compute sums of products by an einsum equation.
+    """Convert ``Einsum``: return the sums of products that an einsum equation describes.
 
-    Two operands need one matrix product. Another number of operands is multiplied element-wise over all axes, then
-    summed.
+    Two operands become one matrix product. For another number of operands, all axes are broadcast, multiplied
+    element-wise and summed.
     """
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
@@ -178,7 +187,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
 
 
 def _take_repeated_letter_diagonals(x: Tensor, name: str) -> tuple[Tensor, str]:
-    """Take the diagonal of each pair of axes with the same einsum letter, so that the letters of an operand are unique.
+    """Replace axes of a tensor that have the same einsum letter by their diagonal, so that each letter occurs once.
 
     Returns:
         The tensor, and the letters of its axes.
@@ -251,7 +260,10 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1
 
 
 def local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    """Convert ``LRN``: divide by a power of the sum of squares of `size` neighbouring channels."""
+    """Convert ``LRN``: divide each entry by a power of the sum of squares over `size` neighbouring channels.
+
+    The divisor is ``(bias + alpha / size * sum) ** beta``.
+    """
     c = x.shape[1]
     i = np.arange(c)
     is_neighbour = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)

@@ -47,14 +47,14 @@ MIN_AWAITED_TOKENS = 64
 
 
 class StepRunner(Protocol):
-    """The operations of `SlotPool` that the engine uses; a test replaces them by a model without weights."""
+    """The operations of `SlotPool` that the engine calls; a test can pass a substitute that needs no weights."""
 
     slots: int
     context: int
     batch: int
 
     def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """Read prompt tokens into a slot, and return the last logits; see `SlotPool.read_prompt`."""
+        """Read prompt tokens into a slot, and return the logits after the last one; see `SlotPool.read_prompt`."""
 
     def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
         """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
@@ -150,7 +150,7 @@ class Engine:
         self._queue.append(_Queued(request, self._clock()))
 
     def check_request(self, request: GenerationRequest) -> None:
-        """Raise the errors of `submit` that depend on the request alone; any thread may call this."""
+        """Raise the errors of `submit` that do not depend on the queue; any thread may call this."""
         if not request.prompt:
             raise ModelError(EMPTY_PROMPT_ERROR)
         if len(request.prompt) >= self._pool.context:
@@ -192,7 +192,10 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[Event]:
-        """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
+        """Run one step of the scheduler: start queued requests, then read a prompt chunk or decode.
+
+        A prompt chunk belongs to one request. A decode step appends one token to each running request whose prompt is
+        read.
 
         Returns:
             The events of the step, for the clients of the requests.
@@ -212,8 +215,8 @@ class Engine:
     def _start_queued_requests(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
 
-        A request waits if the prompt that another slot is reading shares a longer prefix with it than all cells that
-        have been read.
+        A request waits while another slot is reading a prompt that shares a long prefix with it. After that, more of
+        its prompt can be copied from that slot.
         """
         for queued in tuple(self._queue):
             free = [slot for slot in range(self._pool.slots) if slot not in self._running]
@@ -248,13 +251,17 @@ class Engine:
             yield PromptProgressEvent(request.id, match.tokens)
 
     def _compute_window_size(self, slot: int) -> int:
-        """Compute the number of slots of the window that has `slot` and all running requests."""
+        """Return the number of slots in the smallest window that contains `slot` and the slots of all running requests.
+
+        A window is an aligned range of slots that run together; see `choose_slot_window`.
+        """
         return choose_slot_window([slot, *self._running])[1]
 
     def _move_request_to_shrink_window(self, decoding: Sequence[_RunningRequest]) -> None:
-        """Move one request to shrink the window of decoding slots, if it is at least twice as large as needed.
+        """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
 
-        A step moves one request at most, which takes a few milliseconds.
+        This happens only if the window is at least twice as large as needed. A step moves at most one request, which
+        takes a few milliseconds.
         """
         size = next_power_of_two(len(decoding))
         if choose_slot_window([one.slot for one in decoding])[1] < 2 * size:
@@ -277,9 +284,10 @@ class Engine:
         )
 
     def _choose_chunk_size(self, running: _RunningRequest, decoding: Sequence[_RunningRequest]) -> int:
-        """Choose the number of prompt tokens that the next chunk reads: a power of two, or all that are left.
+        """Choose how many prompt tokens the next chunk reads: a power of two, or all that are left.
 
-        The predicted time of the chunk is about the time of a decode step, at most `max_gap_seconds`.
+        Other requests decode only between chunks. So a chunk takes about the predicted time of a decode step, and at
+        most `max_gap_seconds`.
         """
         if decoding:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
@@ -342,7 +350,10 @@ class Engine:
             yield from self._advance(one, rows[one.slot])
 
     def _decode_one_by_one(self, decoding: Sequence[_RunningRequest], error: HocketError) -> Iterator[Event]:
-        """Repeat a failed decode step for each request alone, so that only the requests that fail end."""
+        """After a decode step of several requests has failed, repeat it for each request alone.
+
+        Only the requests that fail again end with an error.
+        """
         if len(decoding) == 1:
             yield self._end_with_error(decoding[0], error)
             return
@@ -367,7 +378,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------------- sampling
 
     def _sample_next_token(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
-        """Sample the next token of a request from its logits, and yield the events.
+        """Sample the next token of a request from its logits, and yield the events for its client.
 
         The request ends at an end token, at its limit or after an error.
         """
@@ -402,7 +413,7 @@ class Engine:
             one.next_token = token
 
     def _end_with_error(self, one: _RunningRequest, error: HocketError) -> EndEvent:
-        """End a request with an error, and zero its slot, which may hold numbers that are not finite."""
+        """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
         self._pool.wipe(one.slot)
         self._cache.forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))

@@ -31,7 +31,7 @@ bit on CPUs.
 
 
 class SlotMemory(Protocol):
-    """The operations of `SlotPool` that the prefix cache uses."""
+    """The operations of `SlotPool` that the prefix cache calls, as a protocol."""
 
     slots: int
 
@@ -41,7 +41,7 @@ class SlotMemory(Protocol):
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """Number of last tokens that a slot can drop in its ring caches; see `SlotPool.ring_slack_tokens`."""
+        """Number of its last tokens that a slot can drop and still go on; see `SlotPool.ring_slack_tokens`."""
 
     def clear_recurrent_states(self, slot: int) -> None:
         """Zero the recurrent states of a slot; see `SlotPool.clear_recurrent_states`."""
@@ -61,7 +61,10 @@ class SlotMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A match of a prompt: the slot `source` has its first `tokens` tokens, and the free slot `target` will run it."""
+    """The slots that were chosen for a prompt.
+
+    Slot `source` holds the first `tokens` tokens of the prompt. The free slot `target` will run it.
+    """
 
     tokens: int
     source: int
@@ -70,7 +73,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class _SavedRecurrentStates:
-    """A copy of the recurrent states of a slot after a prefix of tokens, with its size in bytes."""
+    """A copy of the recurrent states that a slot had after some prefix of tokens, with its size in bytes."""
 
     states: SlotStates
     nbytes: int
@@ -132,7 +135,10 @@ class PrefixCache:
         return PrefixMatch(tokens, best if tokens else target, target)
 
     def move_slot(self, source: int, target: int, length: int) -> None:
-        """Move the `length` tokens of a running request to a free slot, and forget the old tokens of that slot."""
+        """Move a running request, with its `length` tokens, from slot `source` to the free slot `target`.
+
+        The tokens that the free slot kept for reuse are forgotten.
+        """
         self.forget_slot(target)
         self._memory.copy_cache_cells(source, target, length)
         if self._memory.has_recurrent_states:
@@ -145,7 +151,11 @@ class PrefixCache:
         self._touch(target)
 
     def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
-        """Count the first tokens of a prompt that a slot holds and can provide."""
+        """Count how many tokens at the start of a prompt a slot has already processed, in a state that can be reused.
+
+        Recurrent states can be reused only where they were saved. Ring caches can be reused only if few tokens are
+        dropped.
+        """
         known = self._tokens[slot]
         shared = count_common_prefix_tokens(known, prompt[:-1])
         if self._memory.has_recurrent_states:
@@ -154,7 +164,7 @@ class PrefixCache:
         return shared if slack is None or self._lengths[slot] - shared <= slack else 0
 
     def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
-        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all others."""
+        """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
         source, target = match.source, match.target
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
@@ -182,7 +192,7 @@ class PrefixCache:
         self._touch(target)
 
     def limit_chunk_to_save_position(self, slot: int, position: int, size: int) -> int:
-        """Limit the next prompt chunk of a slot so that it ends at the next position where recurrent states are saved.
+        """Return the size of the next prompt chunk, shortened to end where the recurrent states are to be saved.
 
         Args:
             slot: Number of the slot.
@@ -192,7 +202,10 @@ class PrefixCache:
         return min((at - position for at in self._save_points[slot] if position < at < position + size), default=size)
 
     def record_read_tokens(self, slot: int, tokens: Sequence[int]) -> None:
-        """Record the prompt tokens that a slot has read; save its recurrent states if they end at a chosen position."""
+        """Record the prompt tokens that a slot has read.
+
+        If they end at a position that was chosen for saving, the recurrent states of the slot are saved.
+        """
         self._tokens[slot], self._lengths[slot] = tuple(tokens), len(tokens)
         self._touch(slot)
         if len(tokens) in self._save_points[slot]:

@@ -41,9 +41,10 @@ def choose_slot_window(slots: Sequence[int]) -> tuple[int, int]:
 
 
 class SlotPool:
-    """The memory of `slots` sequences (slots) of `context` tokens, over the weights of a session.
+    """The memory in which a server runs up to `slots` sequences, over the weights of a session.
 
-    Raises `ModelError` for a model without steps, and for more slots than the memory of the devices holds.
+    A slot is the place of one sequence of at most `context` tokens. Raises `ModelError` for a model without steps, and
+    for more slots than the memory of the devices holds.
 
     Args:
         like: The session that has the weights.
@@ -70,12 +71,18 @@ class SlotPool:
 
     @property
     def has_recurrent_states(self) -> bool:
-        """Whether a slot has recurrent states, which hold its last token only; a prefix then needs saved states."""
+        """Whether a slot has recurrent states, which exist only for its last token.
+
+        A shorter prefix can then be reused only from a saved copy of the states.
+        """
         return len(self._caches) < len(self._state_names)
 
     @property
     def ring_slack_tokens(self) -> int | None:
-        """Number of last tokens that a slot with ring caches can drop and still resume; None without ring caches."""
+        """Number of its last tokens that a slot can drop and still go on from the remaining ones.
+
+        Ring caches limit it, because they overwrite old cells; None without ring caches.
+        """
         return next_power_of_two(self.batch) if self._rings else None
 
     @property
@@ -84,9 +91,9 @@ class SlotPool:
         return self._all_slots
 
     def open_window_session(self, first: int, count: int) -> Session:
-        """Return the session over a window of `count` slots from slot `first` on; the first call opens it.
+        """Return the session that runs a window: `count` consecutive slots from slot `first` on.
 
-        At the end of the slots the window has fewer slots.
+        The first call opens the session. A window that passes the last slot has fewer slots.
         """
         count = min(count, self.slots - first)
         key = first, count
@@ -114,9 +121,12 @@ class SlotPool:
         return window.plan(window.make_step(tokens, min(tokens, self.context))).cost.total
 
     def compile_short_steps(self, report: Callable[[], object] = lambda: None) -> None:
-        """Compile the steps of short texts: for every bucket of prompt tokens, and for every number of sequences.
+        """Compile the steps of short texts in advance, so that no request waits for a plan or a kernel.
 
-        `report` is called after each step, because all of them together may take minutes.
+        There is a step for every bucket of prompt tokens, and one for every number of sequences.
+
+        Args:
+            report: Called after each step, because all steps together may take minutes.
         """
         for size in self._list_prompt_sizes():
             self._prepare_prompt(size, size)
@@ -126,10 +136,10 @@ class SlotPool:
             report()
 
     def compile_longer_steps(self) -> Iterator[None]:
-        """Compile the steps of longer texts, shorter ones first, and yield after each of them.
+        """Compile the steps of longer texts in advance, shorter ones first, and yield after each of them.
 
-        Without this, the first text of a context bucket waits for its plan and kernels, and all other requests wait
-        with it.
+        Otherwise the first text that reaches a new context bucket waits for its plan and kernels, and all other
+        requests wait with it.
         """
         length = MIN_CONTEXT_BUCKET
         while length < self.context:
@@ -201,7 +211,7 @@ class SlotPool:
                 self._all_slots.store.state(name)[slot : slot + 1] = 0
 
     def wipe(self, slot: int) -> None:
-        """Zero all states of a slot, including caches, after a run that may have left numbers that are not finite."""
+        """Zero all states of a slot, including caches, after a run that may have left NaN or infinite numbers."""
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
@@ -217,7 +227,10 @@ class SlotPool:
             self.open_window_session(slot, 1).store.state(name)[:] = array
 
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
-        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot, and all of ring caches."""
+        """Copy the KV-cache cells of the first `tokens` tokens of a slot to another slot.
+
+        Ring caches are copied completely.
+        """
         store, count = self._all_slots.store, self._all_slots.sequences
         for name in self._caches:
             rows = store.state(name).shape[0] // count

@@ -157,10 +157,10 @@ class EngineThread(ServedModel):
         self._status, self._last_beat = self._engine.status, time.monotonic()
 
     def _execute_orders(self) -> bool:
-        """Execute all queued orders, such as submissions and cancellations; return False when the engine is to end.
+        """Execute the functions in the queue, such as submissions; return False when the engine is to end.
 
-        Without work this waits for the first order, but not for a second one: `status` must show the end of the last
-        request at once.
+        If no request is queued or running, this waits for the first order, but not for a second one: `status` must show
+        the end of the last request at once.
         """
         waits = not self._engine.has_work
         try:
@@ -174,9 +174,9 @@ class EngineThread(ServedModel):
             return True
 
     def _compile_step_while_idle(self) -> bool:
-        """Compile one step for longer texts if there is neither work nor an order; return whether one was compiled.
+        """Compile one step for longer texts if the engine has nothing else to do; return whether one was compiled.
 
-        A failure ends these compilations.
+        After a failure no further steps are compiled in advance.
         """
         if self._engine.has_work or not self._orders.empty():
             return False
@@ -190,7 +190,7 @@ class EngineThread(ServedModel):
     def _send_events(self, events: list[Event]) -> None:
         """Send events to the receivers of their requests.
 
-        All receivers are looked up under one lock before the first call.
+        All receivers are looked up under one lock; then they are called without the lock.
         """
         if not events:
             return
@@ -206,7 +206,7 @@ class EngineThread(ServedModel):
                 receiver(event)
 
     def _fail_all_requests(self, why: str) -> None:
-        """Fail all requests: send each an end event with the error `why`, and refuse further requests."""
+        """End all requests with the error `why`, and refuse further requests."""
         with self._receivers_lock:
             self._failure = self._failure or why
             receivers, self._receivers = self._receivers, {}

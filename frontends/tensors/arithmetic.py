@@ -20,9 +20,9 @@ BinaryOp = Callable[[Value, Value], Value]
 
 
 def return_unchanged(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the operand unchanged; the importer casts it to the dtype of the result.
+    """Return the operand unchanged: the converter of framework ops such as ``clone``, ``Identity`` and ``Cast``.
 
-    It converts framework ops such as ``clone``, ``Identity`` and ``Cast``. Further arguments are ignored.
+    The importer casts the result to the dtype that the program states. Further arguments are ignored.
     """
     return x
 
@@ -50,7 +50,7 @@ def _apply_binary_op(
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Convert two operands to tensors of their common dtype; at least one of the operands is a tensor."""
+    """Convert two operands, of which at least one is a tensor, to tensors of their common dtype."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     first, second = promote_dtypes(number_as_tensor(a, like), number_as_tensor(b, like))
@@ -58,7 +58,7 @@ def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _is_finite_number(x: Operand) -> TypeGuard[float]:
-    """Whether an operand is a finite Python number, which can be an op attribute."""
+    """Return whether an operand is a finite Python number, which can become an attribute of an op."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
@@ -153,7 +153,7 @@ def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
 
 
 def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor:
-    """Return the remainder of a division, with the sign of `b` for ``floor`` and of `a` for ``trunc``."""
+    """Return the remainder of ``a / b``, which has the sign of `b` for ``floor`` and the sign of `a` for ``trunc``."""
     if _are_integers_or_booleans(a, b):
         return _apply_integer_op(f"{rounding_mode}_mod", a, b)
     rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
@@ -167,7 +167,10 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
 
 
 def power(a: Operand, b: Operand) -> Tensor:
-    """Return ``a ** b``, element-wise; an integer base with a small positive integer exponent stays an integer."""
+    """Return ``a ** b``, element-wise.
+
+    The result is an integer for an integer base and a small positive integer exponent.
+    """
     if isinstance(a, Tensor) and isinstance(b, int) and 0 < b <= 4 and not a.is_bool:
         square = mul(a, a) if a.is_integer else apply_unary_op(ops.sqr, a)
         return {1: a, 2: square, 3: mul(square, a), 4: mul(square, square)}[b] if b != 1 else a
@@ -189,7 +192,10 @@ def rsqrt(x: Tensor) -> Tensor:
 
 
 def apply_unary_op(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
-    """Apply a unary graph op to each element; integers and booleans are converted to f32 first."""
+    """Apply a graph op with one operand to each element; integers and booleans are converted to f32 first.
+
+    `attrs` are the attributes of the op.
+    """
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
 
@@ -297,7 +303,7 @@ _LOGICAL_OPS = {"and": logical_and, "or": logical_or, "xor": logical_xor}
 
 
 def apply_bitwise_op(kind: str, a: Operand, b: Operand) -> Tensor:
-    """Apply ``and``, ``or`` or ``xor`` to the bits of integers, or to booleans."""
+    """Apply the op `kind` (``and``, ``or`` or ``xor``) to the bits of integers, or to booleans."""
     first, second = _promote_pair(a, b)
     return _LOGICAL_OPS[kind](first, second) if first.is_bool else _apply_integer_op(kind, first, second)
 
@@ -321,7 +327,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def masked_fill(x: Tensor, condition: Tensor, value: Operand) -> Tensor:
-    """Return `x` with `value` in the places where `condition` is true; the dtype of `x` stays."""
+    """Return `x` with `value` wherever `condition` is true, in the dtype of `x`."""
     new = value if isinstance(value, Tensor) else number_as_tensor(value, x)
     if not (new.is_bool and x.is_bool):
         new = cast(new, x.dtype)

@@ -44,7 +44,10 @@ def resolve_dtype_name(name: str, value_name: object) -> tuple[DType, bool]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramArgument:
-    """One argument of a flattened call: the graph input `name`, or `constant_value`, which was fixed at export."""
+    """One argument of a call of a program, in the flattened list of all arguments.
+
+    It is the graph input `name`, or the value `constant_value`, which was fixed at export.
+    """
 
     name: str
     constant_value: object = None
@@ -54,7 +57,10 @@ class ProgramArgument:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """One result of a flattened call: the graph output `name`, or `constant_value`, which depends on no argument."""
+    """One result of a call of a program, in the flattened list of all results.
+
+    It is the graph output `name`, or the value `constant_value`, which depends on no argument.
+    """
 
     name: str
     constant_value: object = None

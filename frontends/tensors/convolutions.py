@@ -24,9 +24,18 @@ Sizes = Sequence[int]
 def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the sliding windows of `x` (im2col), and the window count of each axis.
+    """Return the sliding windows of `x` (im2col), and how many windows each axis has.
 
-    The windows are [images, windows, channels, entries]; `value` fills the padding.
+    Args:
+        x: The images, [images, channels, ...].
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        dilation: Distance of the entries of a window on each axis.
+        pads: Padding before and after each axis.
+        value: The number that fills the padding.
+
+    Returns:
+        The windows [images, windows, channels, entries], and the number of windows on each axis.
     """
     counts = tuple(
         (n + a + b - d * (k - 1) - 1) // s + 1
@@ -120,9 +129,9 @@ def transposed_convolution(
 def _compute_ceil_padding(
     x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
 ) -> list[int]:
-    """Return the extra padding at the end of each axis for ceil mode.
+    """Return how many entries to append to each axis so that ceil mode gets its incomplete last window.
 
-    In ceil mode the last window may be incomplete, but has to begin before the end of the axis.
+    In ceil mode the last window may pass the end of the axis, but has to begin before it.
     """
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
@@ -135,7 +144,10 @@ def _compute_ceil_padding(
 
 
 def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """Apply `pool` to a batch of images, or to one image without an image axis; `rank` is the number of pooled axes."""
+    """Apply `pool`, which needs an axis of images, to a batch of images or to one image without this axis.
+
+    `rank` is the number of pooled axes.
+    """
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
         return reshape(out, out.shape[1:])
@@ -151,7 +163,17 @@ def max_pool(
     ceil_mode: bool = False,
     returns_indices: bool = False,
 ) -> Tensor:
-    """Return the largest entry of each window, or with `returns_indices` its index in the window."""
+    """Return the largest entry of each window.
+
+    Args:
+        x: The images, [n, channels, ...] or without the axis n.
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        pads: Padding before and after each axis, which is never the largest entry.
+        dilation: Distance of the entries of a window on each axis.
+        ceil_mode: Whether the last window may pass the end of an axis.
+        returns_indices: Return the index of the entry in its window instead of the entry.
+    """
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
@@ -175,10 +197,17 @@ def average_pool(
     divisor: int | None = None,
     dilation: Sizes = (),
 ) -> Tensor:
-    """Return the mean of each window.
+    """Return the mean of the entries of each window.
 
-    Padding counts as entries if `count_padding` is set. Padding of `ceil_mode` never counts. `divisor` replaces the
-    number of entries.
+    Args:
+        x: The images, [n, channels, ...] or without the axis n.
+        size: Size of a window on each axis.
+        stride: Distance of windows on each axis.
+        pads: Padding before and after each axis.
+        ceil_mode: Whether the last window may pass the end of an axis. The added entries are never counted.
+        count_padding: Whether the entries of `pads` are counted.
+        divisor: Number to divide by, instead of the number of entries.
+        dilation: Distance of the entries of a window on each axis.
     """
     steps = tuple(dilation) or (1,) * len(size)
 
@@ -206,7 +235,10 @@ def average_pool(
 
 
 def multiply_axis_by_matrix(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
-    """Multiply one axis of `x` by a constant matrix [new entries, old entries]: each new entry is a weighted sum."""
+    """Replace each entry of one axis of `x` by a weighted sum of the entries of this axis.
+
+    `matrix` [new entries, old entries] has the weights.
+    """
     last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
     out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))
@@ -214,7 +246,10 @@ def multiply_axis_by_matrix(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    """Return means over `sizes` windows of nearly equal length along the last axes."""
+    """Return the means of windows of nearly equal length along the last axes.
+
+    `sizes` has the number of windows on each of these axes.
+    """
     for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
         n = x.shape[axis]
         matrix = np.zeros((out, n))
@@ -226,9 +261,11 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """Return the cubic interpolation weights of the four neighbours of a point (Keys, 1981).
+    """Return the weights of the four neighbours of a point in cubic interpolation (Keys, 1981).
 
-    `t` is the distance of the point from the second neighbour. `a` is the coefficient of the cubic kernel.
+    Args:
+        t: The distance of the point from the second neighbour.
+        a: The coefficient of the cubic kernel.
     """
 
     def inner_weight(u: np.ndarray) -> np.ndarray:
@@ -287,7 +324,15 @@ def interpolate(
     mode: str,
     align_corners: bool = False,
 ) -> Tensor:
-    """Resize the last axes of `x` by interpolation, to `sizes` entries or by the factors `scales`."""
+    """Resize the last axes of `x` by interpolation.
+
+    Args:
+        x: The tensor [n, channels, ...].
+        sizes: The new sizes of the last axes, or None to use `scales`.
+        scales: The factors of the sizes, or None.
+        mode: The mode of `build_interpolation_matrix`.
+        align_corners: Whether the first and last entries stay in place.
+    """
     count = len(sizes if sizes is not None else scales or ())
     for i, axis in enumerate(range(x.rank - count, x.rank)):
         n = x.shape[axis]

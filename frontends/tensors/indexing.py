@@ -22,7 +22,7 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
-    """Convert negative indices of an axis of `n` entries to non-negative ones."""
+    """Add `n` to the negative ones of the indices `ids`, which count from the end of an axis of `n` entries."""
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
         return constant_tensor(np.where(known < 0, known + n, known))
@@ -30,7 +30,7 @@ def normalise_negative_indices(ids: Tensor, n: int) -> Tensor:
 
 
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Return the entries of one axis of `x` at a list of indices."""
+    """Return the entries of one axis of `x` at the positions `ids`, which may depend on data; the axis stays."""
     at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     if ids.constant is not None:
         return take_at_constant_indices(x, at, np.asarray(ids.constant).reshape(-1))
@@ -56,9 +56,10 @@ def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set") -> Tensor:
-    """Return `x` with `src` written at the indices `ids` of one axis, as `torch.scatter`.
+    """Return `x` with the entries of `src` written along one axis at the indices `ids`, as `torch.scatter`.
 
-    For axis 0: ``out[ids[i][j]][j] = src[i][j]``. `reduce` other than ``set`` combines the old and the new entry.
+    For axis 0: ``out[ids[i][j]][j] = src[i][j]``. If `reduce` is not ``set``, it tells how the old and the new entry
+    are combined.
     """
     at = x.normalise_axis(axis)
     entries = expand(number_as_tensor(src, x), ids.shape) if not isinstance(src, Tensor) else src
@@ -76,7 +77,17 @@ def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set"
 
 
 def _scatter_by_flat_indices(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str) -> Tensor:
-    """Scatter with flat indices into a flattened `x`, for index tensors that are smaller than `x` on other axes."""
+    """Scatter along axis `at` of `x` by a scatter into the flattened `x`.
+
+    This serves index tensors that are smaller than `x` on other axes.
+
+    Args:
+        x: The tensor.
+        at: The axis.
+        ids: The indices of the entries on this axis.
+        entries: The entries to write.
+        reduce: ``set``, or how to combine the old and the new entry.
+    """
     steps = [prod(x.shape[a + 1 :]) for a in range(x.rank)]
     place = mul(normalise_negative_indices(ids, x.shape[at]), steps[at])
     for axis, step in enumerate(steps):
@@ -88,7 +99,7 @@ def _scatter_by_flat_indices(x: Tensor, at: int, ids: Tensor, entries: Tensor, r
 
 
 def _flatten_index_tensors(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int], Tensor, bool]:
-    """Convert the index tensors of ``x[indices]`` to flat indices into the indexed axes.
+    """Combine the index tensors of ``x[indices]`` into one tensor of flat indices into all indexed axes.
 
     Returns:
         The indexed axes, the flat indices into these axes, and whether the axes are consecutive.
@@ -140,7 +151,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """Return `x` with ``x[indices]`` replaced by `values`, or increased by `values` if `accumulate` is set.
+    """Return `x` with `values` written to ``x[indices]``, or added there if `accumulate` is set.
 
     Raises:
         ModelError: The shape of `values` depends on the content of a boolean mask.

@@ -66,7 +66,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Return the softmax along an axis, with zeros for a completely masked row (only -inf)."""
+    """Return the softmax along an axis; a row in which all entries are masked (-inf) becomes zeros instead of NaN."""
     if not x.rank:
         return reshape(masked_softmax(reshape(x, (1,)), 0), ())
     last = move_axis(as_float(x), axis, -1)
@@ -126,17 +126,24 @@ def restrict_attention_mask(mask: Tensor, is_permitted: np.ndarray) -> Tensor:
 
 
 def _clamp_additive_mask(mask: Tensor) -> Tensor:
-    """Clamp the finite entries of an additive mask to at least -1e30; -inf stays.
+    """Raise the finite entries of an additive mask to at least -1e30, because kernels that scale lower ones overflow.
 
-    Smaller entries would overflow in kernels that scale the mask.
+    Entries of -inf stay.
     """
     return where(compare("eq", mask, -math.inf), -math.inf, maximum(mask, constant_tensor(np.float32(-1e30))))
 
 
 def _prepare_attention_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
-    """Return an attention mask in the form of `ops.attention`, and whether each head has its own mask.
+    """Convert an attention mask to the form of `ops.attention`; also return whether heads have different masks.
 
-    A boolean mask becomes an additive one. `batch` has the sizes of the leading axes of the scores.
+    A boolean mask becomes an additive one.
+
+    Args:
+        mask: The mask: numbers, or booleans that permit scores.
+        batch: Sizes of the axes of the scores before the heads.
+        heads: Number of heads.
+        t: Number of queries.
+        s: Number of keys.
     """
     added = where(mask, 0.0, -math.inf) if mask.is_bool else _clamp_additive_mask(as_float(mask))
     whole = reshape(added, (1,) * (2 - added.rank) + added.shape) if added.rank < 2 else added

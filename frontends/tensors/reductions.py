@@ -44,7 +44,15 @@ def merge_axes_into_last(x: Tensor, axes: Sequence[int]) -> Value:
 
 
 def _reshape_reduced_rows(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, is_bool: bool = False) -> Tensor:
-    """Reshape the reduced rows of `merge_axes_into_last` to the result shape of a reduction of `x` over `axes`."""
+    """Reshape the reduced rows of a tensor to the shape that a reduction of `x` over `axes` returns.
+
+    Args:
+        value: The reduced rows: the graph value of `merge_axes_into_last` after a reduction of its last axis.
+        x: The tensor that is reduced.
+        axes: The reduced axes.
+        keepdim: Whether reduced axes stay, with size 1.
+        is_bool: Whether the result is boolean.
+    """
     shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
     return reshape(as_tensor(value, None, is_bool), shape)
 
@@ -69,9 +77,9 @@ def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = Fal
 def variance(
     x: Tensor, axes: int | Sequence[int] | None = None, correction: float = 1, keepdim: bool = False
 ) -> Tensor:
-    """Return the variances over axes: the sum of squared differences from the mean, divided by ``count - correction``.
+    """Return the variance over axes: the sum of squared differences from the mean, divided by ``count - correction``.
 
-    If the divisor is not positive, the result is inf, or NaN for equal entries. The variance of no entries is NaN.
+    If this divisor is 0 or less, the result is inf, or NaN for equal entries. The variance of no entries is NaN.
     """
     over = _list_axes(x, axes)
     count = prod(x.shape[a] for a in over)
@@ -88,12 +96,12 @@ def reduce_by_kind(kind: str, x: Tensor, axes: int | Sequence[int] | None = None
 
 
 def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return booleans over axes: true where at least one entry is non-zero."""
+    """Return whether any entry over the given axes is non-zero, as booleans."""
     return reduce_by_kind("max", as_bool(x), axes, keepdim)
 
 
 def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Return booleans over axes: true where all entries are non-zero."""
+    """Return whether all entries over the given axes are non-zero, as booleans."""
     return logical_not(any_of(logical_not(x), axes, keepdim))
 
 
@@ -112,12 +120,12 @@ def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
 
 
 def max_or_min_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the maximum or minimum along an axis, and its index in i64; `kind` is ``max`` or ``min``."""
+    """Return the largest entries along an axis and their indices in i64; the smallest ones if `kind` is ``min``."""
     return reduce_by_kind(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
 def accumulate_along_axis(kind: str, x: Tensor, axis: int) -> Tensor:
-    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` names the reduction."""
+    """Return the running ``sum``, ``prod``, ``max`` or ``min`` along an axis; `kind` is one of these words."""
     if x.is_bool:
         x = cast(x, DType.I64)
     if not x.rank:

@@ -29,7 +29,7 @@ from .tensor import (
 
 
 def _reshape_value(x: Tensor, shape: Sequence[int]) -> Value:
-    """Return the graph value of `x`, reshaped to a shape of at most `MAX_RANK` axes."""
+    """Return the graph value of `x` in another shape, which has at most `MAX_RANK` axes."""
     return reshape_value(x.value, tuple(shape))
 
 
@@ -50,7 +50,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
     """Permute the axes of `x`: axis i of the result is axis ``axes[i]`` of `x`.
 
-    Consecutive permutations become one.
+    A permutation of a permutation becomes one permutation.
     """
     order = [x.normalise_axis(a) for a in axes]
     shape = tuple(x.shape[a] for a in order)
@@ -80,7 +80,10 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def permute_value(value: Value, order: Sequence[int]) -> Value:
-    """Permute the axes of a graph value; consecutive permutations become one, and an identity adds no node."""
+    """Permute the axes of a graph value: axis i of the result is axis ``order[i]``.
+
+    A permutation of a permutation becomes one permutation. A permutation that changes nothing adds no node.
+    """
     axes = list(order)
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs
@@ -109,7 +112,7 @@ def move_axis(x: Tensor, axis: int, position: int) -> Tensor:
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Broadcast `x` to `shape`: repeat the entry of each axis of size 1; -1 keeps the size of an axis.
+    """Broadcast `x` to `shape`: repeat the one entry of axes of size 1; a size of -1 keeps the size of the axis.
 
     Raises:
         ModelError: The shapes do not broadcast, or too many separate axes would repeat.
@@ -149,9 +152,14 @@ def unsqueeze(x: Tensor, axis: int) -> Tensor:
 
 
 def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
-    """Apply `change` to the graph value of `x` along one axis.
+    """Apply a function of graph values to one axis of a tensor.
 
-    `change` takes a graph value and the index of the axis. For a flat value, the axes before and after are merged.
+    A tensor with too many axes for a graph value is passed with three axes: all before, the axis, and all after it.
+
+    Args:
+        x: The tensor.
+        axis: The axis.
+        change: Takes a graph value and the index of the axis in it, and returns the new value.
     """
     at = x.normalise_axis(axis)
     if not x.exceeds_max_rank:
@@ -189,7 +197,11 @@ def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None 
 
 
 def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tensor:
-    """Return the entries of one axis at constant indices; at most four consecutive ranges become slices."""
+    """Return the entries of one axis of `x` at the positions `indices`, which are known at export; the axis stays.
+
+    Indices in at most four runs of consecutive numbers become slices, which are cheaper than a gather. Other indices
+    become one row gather.
+    """
     at, n = x.normalise_axis(axis), x.shape[x.normalise_axis(axis)]
     ids = np.asarray(indices, np.int64)
     ids = np.where(ids < 0, ids + n, ids)
@@ -202,7 +214,7 @@ def take_at_constant_indices(x: Tensor, axis: int, indices: np.ndarray) -> Tenso
 
 
 def select_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows of a matrix at a list of indices, in the dtype of the matrix."""
+    """Return the rows of the matrix `table` at the indices `ids`, in the dtype of the matrix."""
     if not table.is_integer:
         return cast(as_tensor(ops.get_rows(table.value, ids.value), None, table.is_bool), table.dtype, table.is_bool)
     numbers = ops.broadcast(reshape_value(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))
@@ -284,7 +296,7 @@ def repeat(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pad(x: Tensor, pads: Sequence[tuple[int, int]], value: Operand = 0) -> Tensor:
-    """Pad each axis of `x` with `value` before and after; negative numbers remove entries."""
+    """Add entries of `value` before and after each axis of `x`; negative numbers in `pads` remove entries."""
     for axis, (a, b) in enumerate(pads):
         if a < 0 or b < 0:
             x = slice_range(x, axis, max(0, -a), x.shape[axis] - max(0, -b))

@@ -67,19 +67,25 @@ Operand: TypeAlias = "Tensor | int | float | bool"
 
 
 def compute_value_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Compute the shape of the graph value for a tensor of `shape`: equal, or flat for more than `MAX_RANK` axes."""
+    """Return the shape of the graph value that stores a tensor of `shape`.
+
+    It is `shape` itself, or one axis with all entries if `shape` has more than `MAX_RANK` axes.
+    """
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 
 def as_tensor(value: Value, shape: Sequence[int] | None = None, is_bool: bool = False) -> Tensor:
-    """Wrap a graph value as a tensor of `shape`, by default of its own shape; `is_bool` marks booleans."""
+    """Make a tensor of `shape` from a graph value; by default it has the shape of the value.
+
+    `is_bool` marks a tensor of booleans.
+    """
     full_shape = value.shape if shape is None else tuple(shape)
     value_shape = compute_value_shape(full_shape)
     return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, is_bool)
 
 
 def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
-    """Return a graph value with another shape; of consecutive reshapes only the last one remains."""
+    """Return a graph value in another shape; a reshape of a reshape becomes one reshape."""
     while value.node.op == "reshape":
         (source,) = value.node.inputs
         value = source
@@ -112,9 +118,9 @@ def merge_equal_nodes(graph: Graph) -> Graph:
 
 
 def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
-    """Return a Python number as a constant tensor, with the dtype that PyTorch gives it in an operation with `like`.
+    """Return a Python number as a constant tensor that can be combined with `like`; return a tensor unchanged.
 
-    A tensor is returned unchanged.
+    The constant has the dtype that PyTorch would use for the number in an operation with `like`.
     """
     if isinstance(x, Tensor):
         return x
@@ -150,9 +156,10 @@ _DTYPES_BY_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.
 
 
 def promote_dtypes(*xs: Tensor) -> list[Tensor]:
-    """Convert tensors to their common dtype: floats before integers before booleans, then the widest one.
+    """Convert tensors to one common dtype.
 
-    f16 and bf16 together become f32.
+    Floats win over integers, and integers over booleans; among equal kinds the widest dtype wins. f16 and bf16 together
+    become f32.
     """
     if all(x.is_bool for x in xs):
         return list(xs)

@@ -59,7 +59,7 @@ _ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|
 
 
 def use_flag_names(message: str) -> str:
-    """Replace Python arguments in a message of the library by command-line flags.
+    """Replace Python arguments in an error message of the library by the command-line flags of the same meaning.
 
     Example: ``context=64`` becomes ``--ctx-size 64``.
     """
@@ -72,21 +72,21 @@ def use_flag_names(message: str) -> str:
 
 
 class PositionalAlias(argparse._StoreAction):
-    """An argparse action of a flag that sets the positional argument with the same `dest`."""
+    """An argparse action for a flag that gives a positional argument, such as ``-m FILE`` for the model file."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser with one-line errors; a one-letter flag is never joined to its value."""
+    """An argument parser that reports errors in one line, and does not read ``-nX`` as the flag ``-n`` with a value."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words if self._subparsers else self._move_positional_aliases(words), namespace)
 
     def _move_positional_aliases(self, words: Sequence[str]) -> list[str]:
-        """Move the values of `PositionalAlias` flags to the positions of their positional arguments.
+        """Move the values of `PositionalAlias` flags to the places where argparse expects the positional arguments.
 
-        The value of the first positional argument comes first, other values come last. Flags of llama.cpp that hocket
-        lacks are refused here, before their values are read as other arguments.
+        The value of the first positional argument comes first, other values come last. Flags that only llama.cpp has
+        are refused here; otherwise their values would be taken for other arguments.
         """
         first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
         before, rest, behind = list[str](), list[str](), list[str]()
@@ -112,7 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         return [*before, *rest, *behind]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Return no matches for abbreviated flags, so that ``-ngl`` is not ``-n gl``."""
+        """Return an empty list, so that argparse accepts no abbreviated flags and reads no ``-ngl`` as ``-n gl``."""
         return []
 
     def _refuse_llama_cpp_flag(self, flag: str) -> None:

@@ -19,7 +19,12 @@ SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", str: "TEXT"}
 
 @dataclass(frozen=True, slots=True)
 class BenchRowFormat:
-    """The format of one kind of benchmark rows: the name of the SQL table, the Markdown head and the Markdown cells."""
+    """How benchmark rows of one kind are printed.
+
+    - `name`: the name of the SQL table.
+    - `head`: the head of the Markdown table.
+    - `cells`: returns the Markdown cells of a row.
+    """
 
     name: str
     head: Sequence[str]

@@ -136,7 +136,15 @@ def _load_conversation(conversation: Conversation, argument: str) -> bool:
 def _save_or_load_conversation(
     command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
-    """Save or load a conversation with `transfer`, and report the number of messages or the error; return true."""
+    """Save or load a conversation, and report the number of messages or the error; always return true.
+
+    Args:
+        command: The chat command, for messages.
+        path: The file.
+        conversation: The conversation.
+        transfer: Saves or loads the file.
+        messages: The words that follow the number of messages in the report.
+    """
     if not path:
         write_line_to_stderr(f"{command}: the file name is missing; give one")
         return True

@@ -14,7 +14,10 @@ LINE_WIDTH = 78
 
 
 class CompileProgressHandler(logging.Handler):
-    """A logging handler that shows the progress of kernel compilation on one terminal line. Warnings stay visible."""
+    """A logging handler that shows the progress of kernel compilation on one terminal line, which it overwrites.
+
+    Warnings stay visible.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppFlag:
-    """A command-line flag of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
+    """A command-line flag of llama.cpp: its spellings, the programs that have it, and what to use instead in hocket.
 
-    A flag without a remedy is accepted by hocket under all these spellings, with the same meaning.
+    An empty remedy means that hocket has the same flag with all these spellings.
     """
 
     names: tuple[str, ...]
@@ -343,9 +343,10 @@ PROGRAM_SYNONYMS = {
 
 
 def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
-    """Find the flag of llama.cpp that hocket lacks, by name, or return `None`.
+    """Find the description of a flag that llama.cpp has and hocket lacks; return `None` for other names.
 
-    The counterpart of the hocket command `command` comes first.
+    Several programs of llama.cpp may have the flag. The program that corresponds to the hocket command `command` is
+    searched first.
     """
     found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
     program = next((program for program, like in COMMAND_OF_PROGRAM.items() if like == command), "")
@@ -353,6 +354,9 @@ def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
 
 
 def find_program_remedy(word: str) -> str | None:
-    """Find the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
+    """Return what to use in hocket instead of a program of llama.cpp, or `None` if `word` is no such program.
+
+    The word may leave out ``llama-`` and ``.py``.
+    """
     name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

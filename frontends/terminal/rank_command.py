@@ -29,7 +29,7 @@ def run_command_as_rank(
     version: str,
     debug: bool,
 ) -> int:
-    """Run a command as one rank, and return its exit code after all ranks have ended.
+    """Run a command in this process as one of several ranks, and return its exit code after all ranks have ended.
 
     If a rank fails, all processes end. Only rank 0 reads and writes the terminal; others write one line on an error.
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def as_array(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
-    """Return the memory of a PyTorch tensor as a NumPy array; bfloat16 as its bits (uint16), bool as float32.
+    """Return a NumPy array over the memory of a PyTorch tensor.
+
+    bfloat16 is returned as its bits in uint16, and bool is converted to float32.
 
     Raises:
         ModelError: The tensor is on the meta device, or it is complex.

@@ -99,7 +99,7 @@ def make_adaptive_average_pool_converter(axis_count: int) -> OpConverter:
 def make_nearest_upsample_converter(mode: str) -> OpConverter:
     """Make the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
 
-    Its overloads are (size, scales), and (size) with one scale for each axis.
+    Its overloads take (size, list of scales), or (size) and then one scale for each axis.
     """
 
     def row(x: Tensor, size: Any, *scales: Any, **more: Any) -> Tensor:

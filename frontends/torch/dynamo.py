@@ -61,10 +61,10 @@ def compile_graph(
 
 
 class CompiledGraph:
-    """A captured graph that is exported and planned at the first call with each combination of shapes and numbers.
+    """A graph that Dynamo captured; the first call with each combination of shapes and numbers exports and plans it.
 
-    Dynamo passes some Python numbers as tensors; each value of such a number needs its own program. Dynamo also calls
-    one graph for several modules of a class, so parameters are arguments of a call.
+    Dynamo passes some Python numbers as tensors; each value of such a number needs a program of its own. Dynamo also
+    calls one graph for several modules of a class, so the parameters are arguments of each call.
     """
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
@@ -85,7 +85,11 @@ class CompiledGraph:
         return self.runners[key](_without_scalar_arguments(args, numbers) if numbers else args)
 
     def _build_graph_runner(self, args: CallArguments, numbers: Mapping[int, Any]) -> Callable[[CallArguments], Any]:
-        """Build the function that runs calls with these shapes: by hocket, in segments, or by PyTorch alone."""
+        """Build the function that runs calls with the shapes of `args`, by hocket as far as it supports the ops.
+
+        The function runs the whole graph by hocket, or segments of it, or it leaves the graph to PyTorch. `numbers` has
+        the values of the scalar arguments by index.
+        """
         module = _replace_scalar_arguments(self.module, numbers) if numbers else self.module
         args = _without_scalar_arguments(args, numbers)
         try:
@@ -105,7 +109,7 @@ class CompiledGraph:
 
 
 def _without_scalar_arguments(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
-    """Return the arguments with None for the Python numbers, which the graph contains as constants."""
+    """Return the arguments of a call with None in place of Python numbers, which are constants in the graph."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
 
@@ -114,7 +118,7 @@ def _list_placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _find_scalar_arguments(module: torch.fx.GraphModule) -> list[int]:
-    """Return the indices of the arguments that the graph reads only as Python numbers."""
+    """Return the indices of the arguments that Dynamo passes as tensors, but the graph reads only as Python numbers."""
     nodes = enumerate(_list_placeholders(module.graph))
     return [i for i, node in nodes if node.users and all(map(_is_item_call, node.users))]
 
@@ -142,7 +146,7 @@ def _replace_scalar_arguments(module: torch.fx.GraphModule, numbers: Mapping[int
 
 
 class WholeGraph:
-    """A captured graph that hocket runs as a whole: planned once, and bound to each set of parameters in its calls."""
+    """A captured graph that hocket runs as a whole; it is planned once, for all sets of parameters in its calls."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         settings = dict(options)
@@ -179,7 +183,7 @@ class _GraphSegment(torch.nn.Module):
 
 
 class SegmentedGraph:
-    """A captured graph that is split at unsupported ops: PyTorch runs these ops, and hocket the segments between."""
+    """A captured graph that is split at unsupported ops into segments; PyTorch runs these ops, and hocket the rest."""
 
     def __init__(self, module: torch.fx.GraphModule, args: CallArguments, options: Mapping[str, Any]) -> None:
         self.segmented_module, ours = split_at_unsupported_ops(_export_graph(module, args), _is_supported_exactly)

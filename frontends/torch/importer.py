@@ -115,15 +115,15 @@ def decompose_program(exported: ExportedProgram) -> ExportedProgram:
 
 
 def has_op_converter(node: Node) -> bool:
-    """Whether the op table has the op of a node, or the node computes nothing."""
+    """Return whether hocket can convert a node: the op table has its op, or the node computes nothing."""
     return node.op == "call_function" and (_get_aten_op_name(node.target) in OP_TABLE or _is_no_op_node(node))
 
 
 def has_pytorch_sort_order(node: Node) -> bool:
-    """Whether a sort node orders equal entries as PyTorch does, or no result depends on their order.
+    """Return whether hocket sorts equal entries in the same order as PyTorch, or no result depends on their order.
 
-    Without ``stable=True`` PyTorch sorts 17 or more entries by an algorithm that does not keep the order of equal
-    entries. True for any other node.
+    Without ``stable=True``, PyTorch may change the order of equal entries if it sorts 17 or more. The result is True
+    for a node that does not sort.
     """
     name = _get_aten_op_name(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
@@ -143,7 +143,7 @@ def _get_aten_op_name(target: object) -> str:
 
 @dataclass
 class _ProgramImporter:
-    """The conversion of one program: the tensors, constants and weights that exist so far."""
+    """Converts one exported program to a graph; it holds the tensors, constants and weights that exist so far."""
 
     exported_program: ExportedProgram
     bound_arguments: frozenset[int]
@@ -208,7 +208,7 @@ class _ProgramImporter:
             raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
 
     def _add_argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
-        """Add an argument as a graph input or a weight; an argument that is no tensor becomes a constant."""
+        """Add an argument of the program: as a graph input, as a weight, or as a constant if it is no tensor."""
         value = node.meta.get("val")
         if not _is_tensor(value):
             self.arguments.append(ProgramArgument("", getattr(spec.arg, "value", value)))
@@ -222,7 +222,7 @@ class _ProgramImporter:
         self.values[node] = Tensor(leaf(node.name, compute_value_shape(shape), dtype), shape, truth)
 
     def _add_weight(self, name: str, data: torch.Tensor) -> Tensor:
-        """Add a weight for a tensor and return it; tensors of equal address, shape and strides share one weight."""
+        """Add a tensor as a weight, and return it; tensors with equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.weight_by_memory:
             return self.weight_by_memory[key]
@@ -236,10 +236,10 @@ class _ProgramImporter:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _require_known_ops(self) -> None:
-        """Raise `UnsupportedOpsError` with all ops that the op table lacks, except for calls that are constant-folded.
+        """Raise an error before the conversion if hocket cannot convert a call that is not constant-folded.
 
-        PyTorch runs such ops on results of hocket. An op that reads the memory of a result raises `ModelError`: PyTorch
-        would read a wrong layout.
+        `UnsupportedOpsError` lists all such ops; PyTorch can run them instead. `ModelError` reports a symbolic shape,
+        or such an op that reads the memory of a result, which hocket lays out differently.
         """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported_program.graph.nodes:
@@ -295,7 +295,7 @@ class _ProgramImporter:
             ) from why
 
     def _resolve_tensor(self, node: Node) -> Any:
-        """Return the tensor of an FX node; a large or bfloat16 constant becomes a weight at its first use."""
+        """Return the tensor of an FX node; a large or bfloat16 constant is added as a weight at its first use."""
         if node in self.values:
             if self.values[node] is None:
                 raise ModelError(f"%{node.name} is a result that hocket does not compute; remove it from the program")
@@ -366,7 +366,7 @@ class _ProgramImporter:
 
 
 def _find_attribute(module: Any, path: str) -> Any:
-    """Return the attribute of a module at a dotted path."""
+    """Return the attribute of a module at a dotted path, such as ``layers.0.weight``."""
     for part in path.split("."):
         module = getattr(module, part)
     return module
@@ -385,7 +385,7 @@ def _find_torch_dtype(name: str) -> object:
 def _as_hocket_dtype(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
     """Return the hocket dtype of a PyTorch dtype, and whether it is boolean.
 
-    A constant (`known`) in float64 becomes f32.
+    `where` names the value in errors. For a constant (`known`), float64 becomes f32.
     """
     name = str(dtype).removeprefix("torch.")
     if known and name == "float64":
@@ -408,12 +408,12 @@ def _format_call_target(target: object) -> str:
 
 
 def _is_no_op_node(node: Node) -> bool:
-    """Whether a node computes nothing: an assertion, or the selection of one result of a tuple."""
+    """Return whether a node computes nothing: it is an assertion, or it takes one result of a tuple."""
     return _format_call_target(node.target) == "getitem" or _get_aten_op_name(node.target) in ASSERTION_OPS
 
 
 def _is_constant_foldable(node: Node) -> bool:
-    """Whether PyTorch may constant-fold a node: it draws no random numbers and calls no subgraph."""
+    """Return whether PyTorch may evaluate a node at import: it draws no random numbers and calls no subgraph."""
     import torch
 
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -431,7 +431,7 @@ def _replace_nodes(tree: Any, value_by_node: Mapping[Node, Any]) -> Any:
 
 
 def _cast_to_pytorch_dtypes(out: Any, meta: Any, node: Node) -> Any:
-    """Cast the results of a converter to the dtypes that PyTorch states in `meta`.
+    """Cast the results of a converter to the dtypes in `meta`, the results that PyTorch predicts for the node.
 
     Raises:
         ModelError: A result has another shape than in PyTorch, so the converter is wrong.

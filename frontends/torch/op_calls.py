@@ -32,7 +32,7 @@ def as_pads_per_axis(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def with_scalar_support(row: OpConverter) -> OpConverter:
-    """Return a converter that also accepts scalar tensors, for a converter that needs at least one axis.
+    """Return a converter that also accepts scalar tensors, for a converter `row` that needs at least one axis.
 
     Each scalar tensor gets one axis of size 1 before the call, and the results lose it afterwards.
     """
@@ -96,7 +96,7 @@ def make_constant_like_converter(value: float) -> OpConverter:
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
-    """Convert ``full_like``: broadcast `value`, a number or a tensor, to the shape of `x`."""
+    """Convert ``full_like``: return `value`, a number or a tensor, for each entry of the shape of `x`."""
     if isinstance(value, Tensor):
         return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
@@ -157,19 +157,25 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
 
 
 def make_pad_converter(mode: str) -> OpConverter:
-    """Make the converter of a pad with entries of the operand, by the NumPy mode ``reflect`` or ``edge``."""
+    """Make the converter of a pad that repeats entries of the operand; `mode` is ``reflect`` or ``edge``."""
     return lambda x, pads: shapes.pad_by_mode(x, as_pads_per_axis(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
-    """Convert ``unfold``: return the sliding windows of one axis; their entries become a new last axis."""
+    """Convert ``unfold``: return windows of `size` entries along one axis, which begin `step` entries apart.
+
+    The entries of a window become a new last axis.
+    """
     at = x.normalise_axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
     return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
-    """Convert ``diagonal``: return the diagonal of two axes as a new last axis."""
+    """Convert ``diagonal``: return a diagonal of the axes `first` and `second` as a new last axis.
+
+    `offset` selects the diagonal; 0 is the main diagonal.
+    """
     a, b = x.normalise_axis(first), x.normalise_axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
@@ -245,7 +251,7 @@ def make_max_min_converter(kind: str) -> OpConverter:
 
 
 def make_reduction_converter(kind: str) -> OpConverter:
-    """Make the converter of a reduction over axes without indices; `kind` is ``max``, ``min`` or ``prod``."""
+    """Make the converter of a reduction over axes that returns no indices; `kind` is ``max``, ``min`` or ``prod``."""
     return lambda x, axes=None, keepdim=False: reductions.reduce_by_kind(kind, x, axes, keepdim)
 
 
@@ -314,7 +320,7 @@ def attention_with_logsumexp(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
-    """Convert attention with a log-sum-exp as second result, which is None here because only training needs it."""
+    """Convert attention that also returns a log-sum-exp; this result is None here, as only training needs it."""
     return attention(q, k, v, attn_mask, dropout_p, is_causal, scale), None
 
 
@@ -429,7 +435,7 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
 
 
 def broadcast_copy_source(x: Tensor, src: Tensor, *_: object) -> Tensor:
-    """Convert ``copy``: return the source, broadcast to the shape of the destination `x`."""
+    """Convert ``copy``: return the source `src`, broadcast to the shape of the destination `x`."""
     return shapes.expand(src, x.shape)
 
 

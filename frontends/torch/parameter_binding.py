@@ -44,9 +44,10 @@ def is_bindable_parameter(x: object) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _ParameterBinding:
-    """An executor that is bound to one set of parameters, with their addresses and versions at that time.
+    """An executor that reads one set of parameters, with their addresses and versions at the time of binding.
 
-    `storages` keeps the memory alive, so that no other tensor can get the same address before the next comparison.
+    `storages` keeps the memory of the parameters alive. So no other tensor can get the same address before the next
+    comparison.
     """
 
     parameters: tuple[WeakIdRef, ...]
@@ -63,7 +64,10 @@ class _ParameterBinding:
 
 
 class ParameterBindings:
-    """A planned program with one executor for each set of parameters; all executors share the memory of values."""
+    """The executors of one planned program: one for each set of parameters with which the program is called.
+
+    All executors share the memory of intermediate values.
+    """
 
     def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
         self.program, self.plan, self.module = program, plan, module
@@ -76,7 +80,7 @@ class ParameterBindings:
         self.binding_by_ids: dict[tuple[int, ...], _ParameterBinding] = {}
 
     def bind_runner(self, args: Sequence[Any]) -> Runner:
-        """Return a runner that is bound to the current parameters of a call; outdated copies are refreshed."""
+        """Return a runner that reads the parameters of a call; copies of parameters that have changed are refreshed."""
         parameters = [args[number] for number, _ in self.program.bound_arguments]
         parameters += [self.module.get_parameter(name) for name in self.own_parameter_names]
         key = tuple(map(id, parameters))
@@ -91,7 +95,7 @@ class ParameterBindings:
         return binding.runner
 
     def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
-        """Build an executor that is bound to a set of parameters, and delete it when one of them is deleted."""
+        """Build an executor that reads a set of parameters; it is deleted when one of the parameters is deleted."""
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
         store = self.store.in_turn()
         self._load_parameters(store, parameters)
@@ -106,7 +110,7 @@ class ParameterBindings:
         return _ParameterBinding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
 
     def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
-        """Bind parameters to the weights of a store, and refresh outdated copies."""
+        """Bind parameters to the weights of a store; copies of parameters that have changed are refreshed."""
         names = [name for _, name in self.program.bound_arguments] + self.own_parameter_names
         for name, parameter in zip(names, parameters, strict=True):
             copies = _copies_by_parameter.get(parameter)

@@ -53,7 +53,9 @@ class Program:
         return self.as_graph_inputs(self.flatten_arguments(args, kwargs))
 
     def flatten_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the pytree leaves of the arguments of a call, in the order of `arguments`.
+        """Flatten the arguments of a call to a list in the order of `arguments`.
+
+        Nested lists, tuples and dicts are unpacked, as by pytrees of PyTorch.
 
         Raises:
             ModelError: The arguments have other keywords or another pytree structure than in the export.
@@ -73,7 +75,7 @@ class Program:
 
     @cached_property
     def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
-        """The arguments that are copied at each call, with their indices."""
+        """The arguments that are copied into graph inputs at each call, as pairs of index and argument."""
         operands = {number for number, _ in self.bound_arguments}
         return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
 
@@ -128,7 +130,10 @@ class Runner:
         return tree_unflatten(flat, program.out_spec)
 
     def run_flat_arguments(self, arguments: Sequence[Any]) -> list[Any]:
-        """Run the program on flattened arguments, copy the mutated arguments back, and return the flat results."""
+        """Run the program on a flat list of arguments, and return the flat list of results.
+
+        Arguments that the program changes in place are overwritten with their new values.
+        """
         import torch
 
         program = self.program
@@ -145,5 +150,5 @@ class Runner:
 
 
 def _flatten_above_max_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
-    """Flatten an array of more than five axes, because the graph stores its value with one axis."""
+    """Flatten an array with too many axes (more than five), because the graph stores such a value with one axis."""
     return array.reshape(-1) if array.ndim > 5 else array

@@ -17,7 +17,7 @@ LEAF_NODE_KINDS = ("placeholder", "get_attr", "output")
 def split_at_unsupported_ops(
     exported: ExportedProgram, can_convert: Callable[[Node], bool]
 ) -> tuple[GraphModule, list[str]]:
-    """Split a decomposed program at unsupported ops into segments that hocket and PyTorch run in turn.
+    """Split a decomposed program at ops that hocket cannot compute, into segments that hocket and PyTorch run in turn.
 
     Args:
         exported: A decomposed program.

@@ -48,7 +48,7 @@ def read_program(path: str) -> ExportedProgram:
 
 
 class _ArchiveMembers:
-    """The members of a zip archive, by path below its first folder; all of them must be uncompressed."""
+    """The files in a zip archive, by their paths below its first folder; all of them must be uncompressed."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
         self.path, self.archive = path, archive
@@ -83,7 +83,7 @@ class _ArchiveMembers:
 
 
 def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
-    """Build an exported program from the JSON text and the tensors of an archive, after a check of the JSON text."""
+    """Build an exported program from an archive; its JSON text is checked first, so that nothing harmful is loaded."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
@@ -95,9 +95,9 @@ def _deserialise_program(members: _ArchiveMembers) -> ExportedProgram:
 
 
 def _sanitise_program_json(path: str, program_json: dict[str, Any]) -> None:
-    """Check the JSON text of a program for harmful entries, and remove its guards and metadata in place.
+    """Make the JSON text of a program safe to load: refuse harmful entries, and remove guards and metadata in place.
 
-    PyTorch would evaluate text or look up names in these entries. hocket does not use guards and metadata.
+    PyTorch would evaluate text in these entries, or look up names. hocket needs neither guards nor metadata.
 
     Raises:
         ModelError: A shape is symbolic, a node calls another function than an ATen or prims op, or a pytree spec names
@@ -131,7 +131,9 @@ def _iterate_mappings(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _read_tensors(members: _ArchiveMembers, kind: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of one folder (`kind`) of the archive, by name; each tensor is a view of the bytes of its file.
+    """Read the tensors in one folder of the archive (`kind`), by name.
+
+    Each tensor is a view of the bytes of its file.
 
     Raises:
         ModelError: A tensor is pickled.

@@ -18,7 +18,10 @@ TO_UPPER_CASE = bytes.maketrans(bytes(range(ord("a"), ord("z") + 1)), bytes(rang
 
 
 class DnaTokenizer:
-    """A tokenizer that looks up groups of six DNA bases in a table, and encodes other text by `encode_text`."""
+    """A tokenizer of DNA sequences: each group of six bases is one token.
+
+    `encode_text` encodes the text outside of the sequences.
+    """
 
     def __init__(self, token_ids: Mapping[str, int], encode_text: Callable[[str], Iterable[int]]) -> None:
         self._token_ids, self._encode_text = token_ids, encode_text

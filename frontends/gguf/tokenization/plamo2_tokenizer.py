@@ -30,9 +30,9 @@ class MinCostTokenizer:
 
     Args:
         token_ids: Token ids by text.
-        costs: Costs of the usable tokens by text.
+        costs: Costs by text of the tokens that a text may use.
         byte_ids: Token id of each byte [256]; -1 for a byte without a token.
-        unknown: Token id of a character that has no token and lacks the token of a byte.
+        unknown: Token id for a character that has no token, if one of its bytes also has no token.
     """
 
     def __init__(

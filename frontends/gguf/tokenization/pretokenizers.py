@@ -15,9 +15,10 @@ from ...errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizerRule:
-    """A pre-tokenizer rule: regular expressions that split a text one after the other, and the spelling of tokens.
+    """A rule of a BPE tokenizer that splits a text into pieces before the merges; BPE merges only inside a piece.
 
-    Matches and the text between them become pieces; BPE merges inside a piece only.
+    The regular expressions split the text one after the other. Matches, and the text between matches, become pieces.
+    The rule also tells how tokens are spelled.
     """
 
     patterns: tuple[str, ...]
@@ -51,10 +52,10 @@ def _build_camel_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n
     """Build a pattern that splits camelCase words before upper-case letters.
 
     Args:
-        contraction: Pattern of a suffix such as ``'s``.
+        contraction: Pattern of a word ending such as ``'s``.
         digits: Pattern of numbers.
-        tail: Pattern after punctuation.
-        excluded: Intersection that excludes characters from the letters.
+        tail: Pattern of the characters that may follow punctuation in the same piece.
+        excluded: Text for the character classes of letters that excludes characters from them.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"

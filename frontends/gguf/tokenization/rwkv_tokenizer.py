@@ -26,7 +26,7 @@ def unescape_token(text: str) -> bytes:
 
 
 class Encoding(NamedTuple):
-    """The result of `encode`: the token ids, under the name that HF ``tokenizers`` uses."""
+    """The result of `encode`: the token ids, in a field `ids` as in HF ``tokenizers``."""
 
     ids: list[int]
 

@@ -49,7 +49,7 @@ The token then has the given type. In gpt-oss and solar-open ``<|end|>`` ends on
 def correct_types_and_find_end_tokens(
     token_ids: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Correct the type of each token, and find the ids of the tokens that end a generation.
+    """Correct the token types that files often get wrong, and find the tokens that end a generation.
 
     Args:
         token_ids: Token ids by text.
@@ -84,7 +84,10 @@ def correct_types_and_find_end_tokens(
 
 
 def find_space_stripping_tokens(model_name: str, tokens: Sequence[str], types: Sequence[int]) -> frozenset[int]:
-    """Find the special tokens that strip the white space after them; only phi-3 models, known by name, have some."""
+    """Find the special tokens after which white space is removed.
+
+    Only phi-3 models have such tokens. They are recognised by the model name; the result is empty for other models.
+    """
     if not any(name in model_name.lower() for name in ("phi-3", "phi3")):
         return frozenset()
     keep = ("<unk>", "<s>", "<|endoftext|>")

@@ -147,7 +147,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, text=TEXT)
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode a text that continues another text: no space is added before it, and no special tokens.
+        """Encode a text that continues another text: neither a space nor special tokens are added before it.
 
         Raises:
             ModelError: As for `encode`.
@@ -157,7 +157,9 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_chat_continuation(self, rendered: str, last: int) -> list[int]:
-        """Encode the continuation of a rendered chat, which follows the token `last`.
+        """Encode text of a rendered chat that continues earlier text, whose last token is `last`.
+
+        The last token decides whether a space is added before the text, or white space is removed.
 
         Raises:
             ModelError: As for `encode`.
@@ -211,7 +213,13 @@ class Tokenizer:
         return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
-        """Encode the text between special tokens, and yield all token ids; without `begins` no space is added first."""
+        """Encode a text with special tokens: yield the ids of the special tokens and of the text between them.
+
+        Args:
+            text: The text.
+            parse_special: Whether the text of a control token becomes that token.
+            begins: False for the continuation of another text, before which no space is added.
+        """
         for piece in self._split_at_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
@@ -221,9 +229,9 @@ class Tokenizer:
             begins = isinstance(piece, int)
 
     def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
-        """Split a text at special tokens into texts and token ids, as llama.cpp does.
+        """Split a text at its special tokens: return texts and token ids in order.
 
-        The longest special token is searched first, not the leftmost one.
+        As in llama.cpp, the longest special token is searched first, even if a shorter one stands further left.
         """
         pieces: list[str | int] = [text] if text else []
         for token in self._list_special_tokens(parse_special):
@@ -246,7 +254,10 @@ class Tokenizer:
                 yield part
 
     def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
-        """Return the ids of the special tokens that are searched in a text, the longest first."""
+        """List the ids of the special tokens to search for in a text, the longest token first.
+
+        Control tokens are included only if `parse_special` is true.
+        """
         if parse_special not in self._special_tokens:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
             special = [i for i, type_ in enumerate(self.types) if type_ in types]

@@ -48,7 +48,9 @@ NO_TOKEN = "\0\0nothing"
 
 
 class TokenizerModelCache:
-    """Builds and keeps the tokenizer models of one vocabulary: small ones for short texts, and the full one.
+    """Builds the tokenizer models of one vocabulary on demand, and keeps them.
+
+    A short text uses a small model that is built fast. Longer texts use the model of the full vocabulary.
 
     Args:
         metadata: The keys of the model file.
@@ -91,9 +93,13 @@ class TokenizerModelCache:
         return text
 
     def choose_model_for_text(self, text: str, begins: bool = True) -> TokenizerModel:
-        """Choose a model that encodes this normalised text as the model of the whole vocabulary would.
+        """Choose the fastest tokenizer model that encodes this normalised text exactly as the full model does.
 
-        For a short text the model has only the tokens that the text can use.
+        A short text gets a small BPE model that has only the tokens which occur in the text.
+
+        Args:
+            text: The normalised text.
+            begins: False for the continuation of another text.
         """
         if self._kind == "t5" and not begins:
             return self._continuation_model
@@ -132,9 +138,9 @@ class TokenizerModelCache:
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
     def _list_word_substrings(self, text: str) -> set[str]:
-        """Return the substrings of all words of a text, up to about `MAX_PARTIAL_LOOKUPS` of them.
+        """Return the substrings of all words of a text, up to the length of the longest token.
 
-        The search stops as soon as there are more.
+        The search stops as soon as there are more than `MAX_PARTIAL_LOOKUPS` substrings; the result is then incomplete.
         """
         pieces = (
             [text]
@@ -153,9 +159,10 @@ class TokenizerModelCache:
 
     @cached_property
     def _uses_lower_case(self) -> bool:
-        """Whether texts become lower case, as by default for the kind ``whitespace``.
+        """Whether texts are converted to lower case before they are encoded.
 
-        The default is false if the pre-tokenizer also has the name ``whitespace``.
+        Only the kind ``whitespace`` does this, unless the file says no. If the file says nothing, a pre-tokenizer named
+        ``whitespace`` also prevents it.
         """
         named = self._metadata.get(KEY_PREFIX + "pre") == "whitespace"
         return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
@@ -197,7 +204,7 @@ class TokenizerModelCache:
         return tokenizer
 
     def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Select the BPE merges (left, right) with a result in `vocabulary`, in order of priority."""
+        """Return the BPE merges (left, right) whose joined text is a token of `vocabulary`, in order of priority."""
         if self._kind == "llama":
             return derive_merges_from_scores(vocabulary, self._scores)
         is_result = np.zeros(len(self._tokens), bool)
@@ -218,9 +225,10 @@ class TokenizerModelCache:
         return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
     def _find_merges_cache_file(self) -> Path | None:
-        """Return the path of the disk cache of the merges, or None if the file has no arrays of tokens and merges.
+        """Return the path of the file that caches the merges on disk, or None if there is nothing to cache.
 
-        The cache key has both arrays and the source code of `read_merges`.
+        The model file must have arrays of tokens and merges. The path depends on both arrays and on the code of
+        `read_merges`.
         """
         tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
         if not isinstance(tokens, MetadataArray) or not isinstance(merges, MetadataArray):

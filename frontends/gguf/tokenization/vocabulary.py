@@ -41,6 +41,8 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
 def read_token_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
     """Read the token id of one key, such as ``eos_token_id``; return None if it is missing or marked as absent.
 
+    `n_tokens` is the size of the vocabulary.
+
     Raises:
         ModelError: The vocabulary has no such token.
     """
@@ -94,9 +96,9 @@ def read_numbers_per_token(metadata: Mapping[str, object], name: str, length: in
 
 
 def read_pre_tokenizer_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizerRule:
-    """Read the pre-tokenizer rule of a vocabulary, which splits text into words before BPE merges.
+    """Read the rule by which text is split into pieces before BPE merges.
 
-    Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
+    The key ``tokenizer.ggml.pre`` names the rule, but only for the kinds of tokenizers in `PRE_KINDS`.
     """
     if kind in PRE_KINDS:
         return select_pre_tokenizer_rule(read_scalar(metadata, "pre", str, "default") or "default")
@@ -141,7 +143,9 @@ def require_unicode(subject: str, text: str) -> None:
 
 
 def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
-    """Read the BPE merges of a file in order of priority, int32[merges, 3]: ids of left part, right part and result.
+    """Read the BPE merges of a file in order of priority: int32[merges, 3].
+
+    Each row has three token ids: the left part, the right part and the result.
 
     Raises:
         ModelError: A merge is not a pair of tokens with a third token as their concatenation.
@@ -159,9 +163,10 @@ def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) ->
 
 
 def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Derive the BPE merges from token scores: all pairs of tokens that form a token, the highest score first.
+    """Derive BPE merges for a SentencePiece vocabulary, which stores token scores instead of merges.
 
-    SentencePiece vocabularies store no merges.
+    A merge is a pair of tokens whose joined text is a token too. The pair with the highest score of this token is
+    first.
     """
     merges = []
     # For one result the longer left part comes first: merging goes from left to right.
@@ -178,9 +183,15 @@ def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[fl
 def read_token_scores(
     metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama"
 ) -> tuple[float, ...]:
-    """Read one score per token; raise `ModelError` if scores are missing or a token is too long.
+    """Read one score per token.
 
-    The limit is for `derive_merges_from_scores`. `kind` stands in the error message.
+    Args:
+        metadata: The keys of the model file.
+        token_ids: Token ids by text.
+        kind: Kind of the tokenizer, for the error message.
+
+    Raises:
+        ModelError: Scores are missing, or a token is too long for `derive_merges_from_scores`.
     """
     scores = read_numbers_per_token(metadata, "scores", len(token_ids))
     if scores is None:

@@ -95,9 +95,10 @@ def build_unigram_model(
 
 
 class UnigramByteFallbackTokenizer:
-    """A unigram tokenizer with byte fallback: the bytes of an unknown character become tokens.
+    """A unigram tokenizer in which an unknown character becomes the tokens of its bytes (byte fallback).
 
-    The byte fallback of HF ``tokenizers`` would also match the texts of the byte tokens, unlike SentencePiece.
+    HF ``tokenizers`` also has a byte fallback. It is not used, because it would match texts such as ``<0x41>`` in the
+    input, which SentencePiece does not.
 
     Args:
         tokenizer: The unigram model without byte fallback.

@@ -14,13 +14,14 @@ from ....graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWindowPattern:
-    """The layers with an attention window: all layers except each ``period``-th (0: all layers have a window).
+    """Which layers of a model have an attention window: all except each ``period``-th one (0: all layers).
 
-    ``is_global_first`` makes the first layer of a period the one without a window, not the last. ``size`` replaces
-    ``attention.sliding_window`` where llama.cpp does so, and ``default`` stands for a missing key. Layers with a
-    window rotate with the base ``rope.freq_base_swa``, by default ``base`` (`None`: the base of the other layers).
-    ``uses_rope_scaling`` gives them the scaling of the other layers. With ``is_chunked`` a token attends only to its
-    own chunk of window size.
+    - ``is_global_first``: the layer without a window is the first of a period, not the last.
+    - ``size``: replaces ``attention.sliding_window`` where llama.cpp does so; ``default`` stands for a missing key.
+    - ``base``: the default of ``rope.freq_base_swa``, the RoPE base of layers with a window. `None` means the base of
+      the other layers.
+    - ``uses_rope_scaling``: layers with a window have the RoPE scaling of the other layers.
+    - ``is_chunked``: a token attends only to its own chunk of window size.
     """
 
     period: int = 1
@@ -38,12 +39,12 @@ class AttentionWindowPattern:
 class FamilyTraits:
     """The traits of a model architecture; the defaults are the traits of LLaMA, with the RoPE mode ``neox``.
 
-    ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The names of
-    norms are tensor names: before and after mixer and FFN, after the embedding, before the output. An empty name
-    means no norm; a ``?`` at the end means that blocks may lack it.
+    ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The fields that
+    name norms (before and after mixer and FFN, after the embedding, before the output) are tensor names. An empty name
+    means no norm; a ``?`` at the end means that some blocks may lack it.
 
-    ``parallel`` blocks add mixer and FFN to the same input: ``yes``, ``key`` (as ``use_parallel_residual`` says) or
-    ``absent`` (if the block has no FFN norm).
+    ``parallel`` blocks add the results of mixer and FFN to the same input. It is ``yes``, ``key`` (as the key
+    ``use_parallel_residual`` says) or ``absent`` (if the block has no FFN norm).
     """
 
     norm: str = "rms"
@@ -229,5 +230,5 @@ class FamilyTraits:
 
     @property
     def needs_block_input_in_ffn(self) -> bool:
-        """Whether a part of the FFN needs the input of the block, that is the residual before the mixers."""
+        """Whether the FFN also reads the residual as it was before the mixers, the input of the block."""
         return self.parallel_dense_ffn == "residual" or self.special_routing == "early router"

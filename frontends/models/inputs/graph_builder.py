@@ -19,9 +19,9 @@ from .step import RingCacheInput, Step, count_cache_rows
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
+    """Which earlier tokens a token may attend to: all of them, or only those in the last ``window`` cells.
 
-    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
+    A cell is the place of one token in a KV cache. The own cell of the token counts; ``window`` 0 means all cells.
 
     - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
     - ``has_distance_bias`` adds distances to the mask, for ALiBi.
@@ -37,7 +37,10 @@ class AttentionWindow:
 
     @property
     def ring_window(self) -> int:
-        """Number of tokens after which a cell is never read again, so that a ring cache may overwrite it; or 0."""
+        """Number of tokens after which a cell is never read again; 0 if a cell may be read at any time.
+
+        A ring cache may overwrite such a cell.
+        """
         return self.window if self.is_causal and not self.is_chunked and not self.has_distance_bias else 0
 
 
@@ -58,11 +61,11 @@ They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows 
 
 
 class StepGraphBuilder:
-    """Builds the graph of one `Step`: it has the inputs, the values that layers share, and the state updates.
+    """Builds the graph of one `Step`: it holds the graph inputs, the values that layers share, and the state updates.
 
-    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
-    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block,
-    for control vectors.
+    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. The
+    graph keeps only the inputs that its outputs depend on. ``steered(block, x)`` adds control vectors: it returns the
+    residual after a block.
     """
 
     def __init__(
@@ -83,10 +86,10 @@ class StepGraphBuilder:
         self._updates: dict[Value, Value] = {}
 
     def attention_mask(self, attention_window: AttentionWindow = FULL_WINDOW, biases: Value | None = None) -> Value:
-        """Return the attention mask of a window, f32[B, T, cells]; for bidirectional attention f32[B, T, T].
+        """Return the attention mask of a window: f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
 
-        Equal arguments give the same value. With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and
-        includes the bias of each head and distance.
+        Layers with equal arguments share one mask. With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T]
+        and includes the bias of each head and distance.
         """
         key = attention_window, biases
         if key not in self._masks:
@@ -101,7 +104,8 @@ class StepGraphBuilder:
     def _build_bidirectional_mask(self, attention_window: AttentionWindow) -> Value:
         """Build the mask f32[B, T, T] of bidirectional attention: a token attends to its whole text or to a window.
 
-        A centred window has half of its tokens on either side. Another window or a chunk hides earlier tokens only.
+        A centred window has half of its tokens on either side. A window that is not centred, or a chunk, hides only
+        earlier tokens.
         """
         count, half = self.step.tokens, attention_window.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
@@ -117,7 +121,10 @@ class StepGraphBuilder:
         )
 
     def _compute_window_starts(self, attention_window: AttentionWindow) -> Value:
-        """Compute the first position that each token may attend to, minus 0.5: f32[B, T, 1]."""
+        """Compute the first position in the attention window of each token, f32[B, T, 1].
+
+        The result is this position minus 0.5, a threshold between two positions.
+        """
         if not attention_window.is_chunked:
             return ops.scale(self.positions, scale=1.0, bias=0.5 - attention_window.window)
         chunk = ops.floor(
@@ -202,25 +209,25 @@ class StepGraphBuilder:
 
     @cached_property
     def negative_positions(self) -> Value:
-        """The negated positions of the tokens, i32[B, T]; RoPE with them undoes a rotation."""
+        """The negated position of each token, i32[B, T]; a RoPE with these positions undoes the usual rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def compute_position_quotient(self, ratio: int, offset: float) -> Value:
-        """Compute the quotient ``(pos + offset) // ratio`` of each token position, f32[B, T].
+        """Compute ``(pos + offset) // ratio`` for each token position ``pos``, f32[B, T].
 
-        Half a position is added, so that rounding errors do not change the quotient.
+        Half a position is added before the division, so that rounding errors do not change the quotient.
         """
         pos = ops.cast(self.pos, dtype=DType.F32)
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
     def compute_positions_in_block(self, ratio: int) -> Value:
-        """Compute the position of each token in its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
+        """Compute the position of each token inside its block of ``ratio`` tokens, ``pos % ratio``: i32[B*T]."""
         pos = ops.cast(self.pos, dtype=DType.F32)
         start = ops.scale(self.compute_position_quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.padded_token_count,))
 
     def build_complete_block_mask(self, ratio: int) -> Value:
-        """Build the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that are complete at each token.
+        """Build the mask f32[B, T, blocks] that hides blocks of ``ratio`` tokens that are not complete yet at a token.
 
         A block is complete for a token if the block ends at this token or earlier.
         """
@@ -228,10 +235,10 @@ class StepGraphBuilder:
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
     def scale_queries_by_temperature(self, q: Value, temperature: TemperatureScaling) -> Value:
-        """Scale queries f32[B, T, heads, size] by the attention temperature of their position.
+        """Scale queries f32[B, T, heads, size] by a temperature that grows with the position ``pos`` of the token.
 
-        The queries are multiplied by ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor,
-        factor, offset); `None` changes nothing.
+        The factor is ``1 + factor ln(1 + (pos + offset) // floor)``. ``temperature`` is (floor, factor, offset); `None`
+        changes nothing.
         """
         if temperature is None:
             return q
@@ -255,7 +262,7 @@ class StepGraphBuilder:
         return self.make_shared_integer_input("conv_rows", self.step.sequences, self.taps - 1)
 
     def make_shared_integer_input(self, name: str, *shape: int) -> Value:
-        """Return the graph input ``name`` i32[shape]; all callers share one input per name."""
+        """Return the graph input ``name`` i32[shape]; later calls with this name return the same input."""
         return self._integer_inputs.setdefault(name, input(name, shape, DType.I32))
 
     def rows_to_sequences(self, x: Value, *shape: int) -> Value:
@@ -267,14 +274,14 @@ class StepGraphBuilder:
         return ops.reshape(x, shape=(self.step.padded_token_count, x.spec.size // self.step.padded_token_count))
 
     def select_output_rows_unless_mtp(self, x: Value) -> Value:
-        """Select the output rows of ``x`` f32[B*T, n]: f32[outputs, n]. Steps with MTP blocks keep all rows.
+        """Return the rows of ``x`` f32[B*T, n] for tokens with requested logits; with MTP blocks, return all rows.
 
-        The output rows are the tokens with requested logits.
+        The result is f32[outputs, n], or ``x`` itself, because MTP blocks read every token.
         """
         return self.select_output_rows(x) if self.step.output_kind in ("logits", "hidden") else x
 
     def select_output_rows(self, x: Value) -> Value:
-        """Select the output rows of ``x`` f32[B*T, n], which are the tokens with requested logits: f32[outputs, n]."""
+        """Return the rows of ``x`` f32[B*T, n] for the tokens with requested logits: f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
     def write_and_read_cache(
@@ -287,7 +294,7 @@ class StepGraphBuilder:
         attention_window: AttentionWindow = FULL_WINDOW,
         dtype: DType | None = None,
     ) -> Value:
-        """Write new rows into a cache, and return all its cells [B, cells, heads, size].
+        """Write new rows into a cache, and return the cells that attention reads, [B, cells, heads, size].
 
         The cache is a state [B*rows, heads*size] with ``count_cache_rows`` rows per sequence. Padding writes a spare
         row.
@@ -340,10 +347,10 @@ class StepGraphBuilder:
         )
 
     def prepend_previous_rows(self, name: str, new: Value, row_count: int) -> Value:
-        """Prepend the last ``row_count`` rows of earlier runs to ``new`` f32[B, T, c]: f32[B, row_count+T, c].
+        """Put the last ``row_count`` rows of earlier runs before the rows ``new`` f32[B, T, c]: f32[B, row_count+T, c].
 
-        The state ``name`` f32[B, row_count, c] keeps these rows. It then receives the last rows before the padding,
-        which the input ``conv_rows`` numbers.
+        The state ``name`` f32[B, row_count, c] keeps these rows from run to run. Its new value are the last rows
+        without padding; the input ``conv_rows`` has their numbers.
         """
         old = state(name, (self.step.sequences, row_count, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
@@ -355,19 +362,19 @@ class StepGraphBuilder:
         return both
 
     def make_sequence_state(self, name: str, *shape: int) -> Value:
-        """Make a state with one entry per sequence, f32[B, *shape]; `set_state` gives it its new value."""
+        """Make a state f32[B, *shape] with one entry per sequence; `set_state` sets its value after the run."""
         return state(name, (self.step.sequences, *shape))
 
     @property
     def snapshot_count(self) -> int:
-        """Number of state snapshots that a recurrent op must return: one per token in a reversible step, else 1."""
+        """Number of states that a recurrent op must return: one per token in a reversible step, else only the last."""
         return self.step.tokens if self.step.reversible else 1
 
     def set_state(self, old: Value, new: Value) -> None:
-        """Set the value of a state at the end of the run to ``new`` f32[B, ...].
+        """Set the value that a state gets at the end of the run to ``new`` f32[B, ...].
 
-        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are
-        saved.
+        In a reversible step, ``new`` is f32[B, snapshots, ...] and has the state after several tokens. Its first entry
+        is the new state, and all entries are saved.
         """
         if self.snapshot_count > 1:
             self._updates[state(f"{old.node.name}.{self.snapshot_count}{SNAPSHOTS}", new.shape)] = new
@@ -377,9 +384,10 @@ class StepGraphBuilder:
     def run_recurrence(
         self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value
     ) -> Value:
-        """Apply a recurrence to the operands, update its state, and return its result.
+        """Apply a recurrence to the operands, set the new value of its state, and return its result.
 
-        If snapshots are needed, the recurrence runs token by token, since the op returns none.
+        The op returns only the last state. If a reversible step needs the state after each token, the recurrence runs
+        token by token.
 
         Args:
             rule: Maps operands and state to the result and the new state.
@@ -399,5 +407,5 @@ class StepGraphBuilder:
         return reduce(partial(ops.concat, axis=1), answers)
 
     def build_graph(self, outputs: Mapping[str, Value]) -> Graph:
-        """Build the graph with ``outputs`` and with the updates of all states that were set."""
+        """Build the graph with the named ``outputs``, and with the new value of each state that `set_state` got."""
         return Graph(outputs, self._updates)

@@ -27,18 +27,23 @@ Each sequence then begins at a multiple of 64 bytes, because a row of any dtype 
 
 
 def count_cache_rows(cells: int) -> int:
-    """Return the cache rows of a sequence with `cells` cells: at least one spare row for padding, and alignment."""
+    """Return the number of cache rows of a sequence with `cells` cells.
+
+    There is at least one spare row, which padding writes. Further rows serve alignment.
+    """
     return -(-(cells + 1) // CACHE_ROW_MULTIPLE) * CACHE_ROW_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The fixed shape of a run: all that a plan depends on, and the key of the plan.
+    """The shape of a run: all sizes that a plan depends on. Equal steps use the same plan.
 
-    ``sequences`` (B) run together, each with up to ``tokens`` new tokens (T). Attention reads the first ``cells`` cache
-    cells of the ``context`` cells of each sequence. The run returns ``outputs`` rows. If no run of a session adds more
-    than ``max_new_tokens`` tokens, layers with an attention window use a ring cache. Raises `ModelError` unless all
-    sizes are positive and ``cells <= context``.
+    - ``sequences`` (B): sequences that run together; ``tokens`` (T): the largest number of new tokens of each.
+    - ``context``: cache cells of each sequence; ``cells``: the first of them, which attention reads.
+    - ``outputs``: rows that the run returns.
+    - ``max_new_tokens``: if no run of a session adds more tokens, layers with an attention window use a ring cache.
+
+    Raises `ModelError` unless all sizes are positive and ``cells <= context``.
     """
 
     sequences: int
@@ -107,7 +112,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RingCacheInput:
-    """The input of a ring cache for layers with an attention window: the cache row that each token writes.
+    """The graph input that tells which row of a ring cache each token writes, for layers with an attention window.
 
     The input is ``ring_slot.W`` i32[B*T] for a window of W tokens. Padding writes the first spare row of its sequence.
     """
@@ -204,7 +209,10 @@ def _require_fit(step: Step, batch: Batch) -> None:
 def _build_token_count_inputs(
     step: Step, new_token_counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
-    """Build the read-only inputs that depend only on the counts of new tokens; they repeat from token to token."""
+    """Build the inputs that depend only on the numbers of new tokens, so that they are the same from token to token.
+
+    The arrays are read-only, because several runs share them.
+    """
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if last_only:
         arrays["out_ids"] = _compute_output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(new_token_counts)])

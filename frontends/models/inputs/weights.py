@@ -26,13 +26,13 @@ These are scales for quantised activations, classifiers, and frequency divisors 
 
 
 class ModelWeights:
-    """The tensors of a model file as graph leaves: one leaf per tensor, shared by all graphs.
+    """The tensors of a model file as graph leaves; there is one leaf per tensor, which all graphs share.
 
     Args:
         gguf: The file.
-        unread: Name patterns, as in a shell, of optional tensors that the architecture does not use.
-        spare: Name patterns of tensors that some blocks need and other blocks may have without using them.
-        source: For blocks that are run more than once, the block with their matrices.
+        unread: Names of optional tensors that the architecture does not use, as shell patterns.
+        spare: Names of tensors that some blocks need, while other blocks may have them unused, as shell patterns.
+        source: If blocks are run more than once, maps the number of such a block to the block that has its matrices.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class ModelWeights:
         return short if short in self.gguf.tensors else name
 
     def require_all_tensors_used(self, layers: int) -> None:
-        """Raise `ModelError` if the file has unused tensors that are not known to be optional.
+        """Raise `ModelError` if the file has tensors that no graph reads and that are not known to be optional.
 
-        Results without them would be wrong. Blocks from number ``layers`` on are MTP blocks, which may stay unused.
+        Results without such a tensor would be wrong. MTP blocks, which have numbers from ``layers`` on, may stay
+        unused.
         """
         left = [
             name

@@ -20,11 +20,13 @@ from .rope import Rope, find_frequency_divisors
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one layer: ``heads`` queries of ``key_size``, ``kv_heads`` keys, and values of ``value_size``.
+    """The attention of one layer, with ``heads`` query heads and ``kv_heads`` heads of keys and values.
 
-    ``head_norm`` is the norm of q and k, ``rope`` the rotary embedding (`None`: none). ``cap`` is the soft cap of
-    scores; ``clamp`` limits q, k and v; 0 means neither. A layer with ``source`` reads the KV cache of that layer and
-    has none of its own.
+    - ``key_size``, ``value_size``: columns of a head of queries and keys, and of values.
+    - ``head_norm``: the norm of queries and keys.
+    - ``rope``: the rotary embedding; `None` for none.
+    - ``cap``: the soft cap of scores; ``clamp``: the limit of q, k and v; 0 means no limit.
+    - ``source``: the layer whose KV cache this layer reads; `None` for a cache of its own.
     """
 
     family: FamilyTraits
@@ -111,9 +113,10 @@ class Attention:
         return q, k, v
 
     def project_fused_qkv(self, weights: ModelWeights, name: str, x: Value, widths: list[int]) -> list[Value]:
-        """Multiply ``x`` by the fused matrix of q, k and v, and split the result into the three.
+        """Multiply ``x`` by one matrix that holds q, k and v side by side, and return the three results.
 
-        The matrix may have as many key heads as query heads; then only the first key and value heads count.
+        The matrix may have as many key heads as query heads. Then only the first ``kv_heads`` heads of keys and values
+        are used.
         """
         rows = weights.tensor_shape(f"{name}.weight")[0]
         if rows == sum(widths) or rows != 3 * widths[0]:
@@ -156,7 +159,10 @@ class Attention:
         return x
 
     def norm_heads(self, weights: ModelWeights, name: str, x: Value) -> Value:
-        """Normalise the heads of ``x``, each alone or all together, as the length of the norm weight tells."""
+        """Normalise the heads of ``x``: each head alone, or all heads of a token together.
+
+        The length of the norm weight in the file tells which.
+        """
         heads, size = x.shape[-2:]
         if weights.tensor_shape(f"{name}.weight") != (heads * size,) or heads == 1:
             return self.head_norm(weights, name, x)
@@ -207,7 +213,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MatrixInsteadOfAttention:
-    """A layer that has one matrix instead of attention: f32[n, E] to f32[n, E]."""
+    """A layer with one matrix in place of attention, so that no token reads another one: f32[n, E] to f32[n, E]."""
 
     taps: int = 0
     required_inputs: frozenset[str] = frozenset()

@@ -37,13 +37,13 @@ The keys of blocks of 4 tokens include the tokens of the previous block.
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs that describe them.
+    """Blocks of ``ratio`` (R) consecutive tokens, each with one cached key, and the graph inputs for them.
 
     A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
 
-    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as rows in [history rows, new tokens].
+    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as row numbers in [history rows, new tokens].
     - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
-    - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write a spare row.
+    - ``block_slot.R`` i32[B*N]: the cache row of each block; an incomplete block writes a spare row.
     """
 
     ratio: int
@@ -55,7 +55,7 @@ class TokenBlocks:
 
     @property
     def history_token_count(self) -> int:
-        """Number of earlier tokens that a block may still need."""
+        """Number of earlier tokens of a sequence that the key of a later block may still need."""
         return self.tokens_per_key - 1
 
     @property
@@ -174,10 +174,10 @@ class CompressedAttention:
     def compute_block_keys(
         self, weights: ModelWeights, frame: StepGraphBuilder, layer: int, x: Value, blocks: TokenBlocks
     ) -> Value:
-        """Compute the keys of the blocks that this run completes, and return all block keys of the cache.
+        """Compute the keys of the token blocks that this run completes, and return all block keys of the cache.
 
-        A block key is a weighted mean over its tokens, with softmax weights per column. The result is f32[B, blocks,
-        1, size].
+        A block key is a mean over the tokens of a block, weighted by a softmax for each column. The result is f32[B,
+        blocks, 1, size].
         """
         block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
         columns = size * (blocks.tokens_per_key // ratio)
@@ -233,7 +233,10 @@ class CompressedAttention:
 
 
 def build_first_block_mask(pos: Value) -> Value:
-    """Build the mask of the first block, which has no previous block: -inf for it and 0 for others, f32[B, N, 1, 1]."""
+    """Build the mask that hides the previous block from the first block, which has none: f32[B, N, 1, 1].
+
+    It is -inf for a block that begins at position 0, and 0 for other blocks.
+    """
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
 

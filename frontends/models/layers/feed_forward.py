@@ -116,10 +116,10 @@ def round_to_half(x: Value) -> Value:
 
 
 def gelu_in_half(x: Value, name: str = "") -> Value:
-    """Return the GELU of ``x`` with operand and result rounded to half precision.
+    """Return the GELU of ``x`` with operand and result rounded to half precision, as llama.cpp computes it.
 
-    llama.cpp reads GELU from a table over all f16 numbers. The rounding shows in the logits of families without a
-    gate in the FFN.
+    llama.cpp reads GELU from a table over all f16 numbers. In models whose FFN has no gate, the rounding is visible in
+    the logits.
     """
     return round_to_half(ops.gelu(round_to_half(x), name=name))
 
@@ -138,10 +138,10 @@ def soft_cap(x: Value, cap: float) -> Value:
 
 
 def sparsify_gates(x: Value, deviations: float) -> Value:
-    """Set the smaller gate values of each row of ``x`` f32[n, k] to 0, and reduce the others by the threshold.
+    """Subtract a threshold from each gate value of ``x`` f32[n, k], and set negative results to 0.
 
-    The threshold is the mean of the row plus ``deviations`` standard deviations: the result is ``relu(x -
-    threshold)``. Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    The threshold of a row is its mean plus ``deviations`` standard deviations. Gemma team, Gemma 3n, 2025; graph:
+    llama.cpp ``gemma3n.cpp``.
     """
     columns = x.shape[-1]
     centred = ops.sub(x, ops.scale(ops.sum_rows(x), scale=1.0 / columns))

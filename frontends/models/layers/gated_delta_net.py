@@ -100,7 +100,7 @@ class GatedDeltaNet:
         return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
 
     def project_qkv_gate_and_rates_by_key_head(self, weights: ModelWeights, block: str, x: Value) -> list[Value]:
-        """Return the results of `project_qkv_gate_and_rates` for files with the rows of each key head together.
+        """Return the results of `project_qkv_gate_and_rates` for a file that stores the rows of each key head together.
 
         One matrix gives the operands of decay and learning rate. Early files also have one matrix for q, k, v and the
         gate.
@@ -125,10 +125,10 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttention:
-    """A Kimi delta attention layer: linear attention with the delta rule and a decay per key channel.
+    """A Kimi delta attention layer: linear attention with the delta rule, in which each key channel has its own decay.
 
-    ``floor`` is the lowest log decay of a bounded gate, 0 for a gate without a bound. ``sign`` is the sign of the
-    operand of its sigmoid.
+    - ``floor``: the lowest log decay; 0 if the decay has no bound.
+    - ``sign``: the sign of the operand of the sigmoid that gives a bounded decay.
     """
 
     taps: int

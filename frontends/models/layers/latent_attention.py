@@ -99,9 +99,9 @@ class LatentAttention:
         return self.project_output(weights, frame, block, x, y)
 
     def compute_queries(self, weights: ModelWeights, block: str, x: Value) -> tuple[Value, Value]:
-        """Compute the queries f32[B*T, heads * size] from ``x``; also return the operand of the last projection.
+        """Compute the queries f32[B*T, heads * size] from ``x``; also return the vector that the last projection reads.
 
-        This operand is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
+        This vector is ``x`` itself, or a shorter normalised vector if the file has a low-rank query projection.
         """
         width = self.heads * (self.unrotated_columns + self.rotated_columns)
         if not weights.has_tensor(f"{block}.attn_q_a.weight"):
@@ -240,7 +240,10 @@ class LatentAttention:
 
 
 def _compute_yarn_score_factor(keys: ArchitectureKeys, family: FamilyTraits, rope: Rope | None) -> float:
-    """Return YaRN's factor of the attention scores: the square of its attention factor."""
+    """Return the factor of attention scores that YaRN adds, which is the square of its factor of queries and keys.
+
+    The result is 1 without RoPE.
+    """
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)

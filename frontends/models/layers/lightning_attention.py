@@ -61,7 +61,7 @@ class LightningAttention:
         return matmul(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
 
     def build_log_decays(self, like: Value) -> Value:
-        """Build the log decay of each head, ``-slope``, in the shape of ``like`` f32[B, T, heads, size]."""
+        """Build the log decay ``-slope`` of each head, broadcast to the shape of ``like`` f32[B, T, heads, size]."""
         start = 2.0 ** -(2.0 ** -(math.log2(self.heads) - 3))
         numbers = ops.arange(start=1.0, stop=self.heads + 1.0)
         slopes = ops.scale(ops.exp(ops.scale(numbers, scale=math.log(start))), scale=-self.share)

@@ -24,9 +24,9 @@ PADDING_STEP = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """A Mamba layer: a selective state space model with one head per channel.
+    """A Mamba layer: a selective state space model, in which each channel is a head of its own.
 
-    Step sizes, input matrices and output matrices of the state are computed from the convolved token.
+    Step sizes, and the input and output matrices of the state, are computed from the convolved token.
     """
 
     taps: int
@@ -130,7 +130,10 @@ class Mamba:
 
 
 class Mamba2(Mamba):
-    """A Mamba-2 layer: one decay per head; ``groups`` of heads share the input and output matrices of the state."""
+    """A Mamba-2 layer, in which each head has one decay.
+
+    The heads of each of the ``groups`` share the input and output matrices of the state.
+    """
 
     __slots__ = ()
 
@@ -145,7 +148,10 @@ class Mamba2(Mamba):
 
 
 class Plamo2Mamba(Mamba):
-    """The Mamba layer of PLaMo 2: heads as in Mamba-2, and step sizes and matrices as in Mamba."""
+    """The Mamba layer of PLaMo 2, a mix of both versions.
+
+    It has heads as in Mamba-2, but computes step sizes and matrices as in Mamba.
+    """
 
     __slots__ = ()
 

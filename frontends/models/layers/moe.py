@@ -26,12 +26,15 @@ MIN_WEIGHT_SUM = 2.0**-14
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The mixture-of-experts hyperparameters of one layer: a token uses some of ``count`` experts.
+    """The mixture-of-experts hyperparameters of one layer, in which each token uses only some of ``count`` experts.
 
-    A shared expert, which all tokens use, is added if the file has it. ``gating`` turns router scores into routing
-    weights. The weights of the selected experts are divided by their sum if ``has_normalised_weights``, and
-    multiplied by ``scale``. With several ``groups`` of experts, only experts of the best ``groups_used`` groups are
-    selected. Groups are ranked by the sum of their two best weights.
+    - ``gating``: the function that turns router scores into routing weights.
+    - ``has_normalised_weights``: whether the weights of the selected experts are divided by their sum.
+    - ``scale``: factor of these weights.
+    - ``groups``, ``groups_used``: only experts of the best groups are selected. Groups are ranked by the sum of their
+      two best weights.
+
+    A shared expert, which all tokens use, is added if the file has it.
     """
 
     count: int
@@ -128,9 +131,10 @@ def run_expert_layer(
 def run_experts_between_projections(
     weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value
 ) -> Value:
-    """Return the result of `run_routed_experts`, computed between two projections if the file has them.
+    """Return the result of `run_routed_experts`, f32[n, E]; in some files the experts are narrower than the model.
 
-    The first projection reduces the columns of ``x`` f32[n, E]; the second one restores E columns.
+    Such a file has two projections. The first one reduces the columns of ``x`` f32[n, E] before the experts. The second
+    one restores E columns after them.
     """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
@@ -169,10 +173,11 @@ def run_routed_experts(weights: ModelWeights, block: str, x: Value, experts: Exp
 
 
 def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, experts: ExpertLayer, scores: Value) -> Value:
-    """Return the weighted sum of the small experts that each group of experts shares, f32[n, E].
+    """Return the weighted sum f32[n, E] of the small expert of each selected group of experts.
 
-    ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. As in llama.cpp ``grovemoe.cpp``, the
-    number of a group also selects the routing weight, although it is a weight of an expert.
+    In Grove MoE (Inclusion AI, 2025) each group of experts shares one small expert. The operand ``x`` f32[n, E] is the
+    result of the usual experts. As in llama.cpp ``grovemoe.cpp``, the number of a group is also used as the number of
+    an expert to look up the routing weight.
     """
     rows, count = scores.shape
     used = min(experts.experts_per_token, count // experts.group_size)
@@ -191,7 +196,10 @@ def run_group_shared_experts(weights: ModelWeights, block: str, x: Value, expert
 
 
 def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: ExpertLayer) -> tuple[Value, Value]:
-    """Select the experts of each token, i32[n, used], and return their routing weights, f32[n, 1, used]."""
+    """Select experts for each token by their router ``scores``; return the experts and their routing weights.
+
+    The experts are i32[n, used], and the weights f32[n, 1, used].
+    """
     rows, count, used = scores.shape[0], experts.count, experts.experts_per_token
     row = ops.reshape(scores, shape=(rows, 1, count))
     match experts.gating:
@@ -220,9 +228,10 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 def compute_selection_scores(
     weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
 ) -> Value:
-    """Compute the scores for the selection of experts, f32[n, 1, count].
+    """Compute the scores by which experts are selected, f32[n, 1, count].
 
-    These are the probabilities plus a bias, if the file has one, and -inf outside the best groups of experts.
+    A score is the probability of an expert plus a bias, if the file has one. It is -inf outside the best groups of
+    experts.
     """
     if experts.family.special_routing == "weighted input":
         return scores
@@ -234,9 +243,9 @@ def compute_selection_scores(
 
 
 def mask_unselected_groups(choice: Value, experts: ExpertLayer) -> Value:
-    """Set the selection scores ``choice`` f32[n, 1, count] to -inf outside the selected groups of experts.
+    """Set the selection scores ``choice`` f32[n, 1, count] to -inf for all experts outside the best groups.
 
-    The groups with the highest sum of two scores are selected. DeepSeek-AI, DeepSeek-V3, 2024.
+    The score of a group is the sum of the two highest scores of its experts. DeepSeek-AI, DeepSeek-V3, 2024.
     """
     rows, groups = choice.shape[0], experts.groups
     size = experts.count // groups
@@ -300,8 +309,8 @@ def _flatten(ids: Value) -> Value:
 def sum_weighted_expert_results(expert_results: Value, shares: Value, *, name: str) -> Value:
     """Return the sum f32[n, E] of expert results f32[n, used, E], weighted by ``shares`` f32[n, 1, used].
 
-    The sum is a matmul with the weights, so that no weighted [n, used, E] is stored. The matmul is linear in the
-    results: for experts on several devices, partial sums of one [n, E] per device are reduced.
+    The sum is a matmul, so that the weighted results [n, used, E] need no memory. If experts are on several devices,
+    each device sums its own results first, and only one partial sum [n, E] per device is exchanged.
     """
     rows, _, width = expert_results.shape
     return ops.reshape(ops.mul_mat(ops.transpose(expert_results), shares, name=name), shape=(rows, width))

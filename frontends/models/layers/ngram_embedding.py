@@ -27,13 +27,13 @@ NGRAM_TOKEN_LIMIT = 8
 
 @dataclass(frozen=True, slots=True)
 class NgramEmbedding:
-    """N-gram embeddings in layer ``layer``: hashes of the last tokens choose rows of a table.
+    """Embeddings of the last few tokens in layer ``layer``: hashes of these n-grams choose rows of a table.
 
-    Each length from 2 to ``max_ngram_tokens`` tokens has ``heads`` hashes. Hash h of n tokens is ``(t[0] m[0] xor ...
-    xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands for tokens before the sequence, and for
-    tokens before such a token. The result passes a convolution with taps that are ``max_ngram_tokens`` tokens apart.
-
-    Example: up to 3 tokens and 2 heads give 4 hashes per token, 2 of the last 2 tokens and 2 of the last 3.
+    Each length n from 2 to ``max_ngram_tokens`` tokens has ``heads`` hashes. Hash h is ``(t[0] m[0] xor ... xor t[n-1]
+    m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. The token ``end`` replaces tokens before the sequence. If an earlier
+    token is ``end``, it also replaces all tokens before it. The result passes a convolution with taps that are
+    ``max_ngram_tokens`` tokens apart. Example: up to 3 tokens and 2 heads give 4 hashes per token, 2 of the last 2
+    tokens and 2 of the last 3.
     """
 
     layer: int
@@ -82,7 +82,7 @@ class NgramEmbedding:
 
     @property
     def hash_history_token_count(self) -> int:
-        """Number of earlier tokens that the hashes of a token read."""
+        """Number of earlier tokens that are hashed together with a token."""
         return self.max_ngram_tokens - 1
 
     def build_inputs(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:

@@ -18,7 +18,7 @@ SECTION_COUNT = 4
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The parameters of a rotary position embedding (RoPE), as `ops.rope` takes them; layers share them.
+    """The parameters of a rotary position embedding (RoPE), the attributes of `ops.rope`, which several layers share.
 
     Su et al., 2021; YaRN: Peng et al., 2023.
     """
@@ -130,9 +130,15 @@ def find_frequency_divisors(
 
 
 def _compute_attn_factor_correction(keys: ArchitectureKeys, factor: float, unit: float) -> float:
-    """Compute the correction of the attention factor in `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
+    """Compute the factor that corrects the attention factor of `ops.rope` for files with their own YaRN multiplier.
 
-    The correction is 1 without the key ``rope.scaling.yarn_log_multiplier``.
+    `ops.rope` uses 1 + 0.1 ln(factor). The key ``rope.scaling.yarn_log_multiplier`` changes this number; without it the
+    correction is 1.
+
+    Args:
+        keys: The metadata.
+        factor: The scaling factor of the context.
+        unit: Factor of the multiplier in the metadata.
     """
     multiplier = keys.read_positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:

@@ -72,10 +72,10 @@ class RwkvTimeMix:
 
 
 class Rwkv6TimeMix(RwkvTimeMix):
-    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a decaying matrix state per head.
+    """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a matrix state per head that decays.
 
-    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1
-    - decay), and groups of heads share keys and values.
+    Models made from Qwen have no bonus for the present token. Their rule is gated linear attention with keys times (1 -
+    decay), and groups of heads share keys and values.
     """
 
     __slots__ = ()
@@ -189,7 +189,7 @@ class Rwkv7TimeMix(RwkvTimeMix):
 class RwkvDecoder(Decoder):
     """The decoder of RWKV, in which the FFN of a block also reads the previous token.
 
-    The residual is halved after each `span` blocks.
+    The residual is halved after every `span` blocks.
     """
 
     def run_block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -217,7 +217,7 @@ class RwkvDecoder(Decoder):
 
 
 def compute_token_shift(frame: StepGraphBuilder, name: str, x: Value) -> Value:
-    """Compute the previous token minus the token for each row of ``x`` f32[B*T, E].
+    """Return the previous token minus the token, for each row of ``x`` f32[B*T, E].
 
     The state ``name`` holds the last row of the previous run, and receives the last row of this one.
     """
