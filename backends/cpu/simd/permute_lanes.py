@@ -54,9 +54,9 @@ fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth_lane_selection(j) f
 
 
 def _make_pairwise_sum(distance: int) -> Intrinsic:
-    """Make an intrinsic that adds lanes `distance` apart in two vectors and joins both results in one vector.
+    """Make an intrinsic that adds each pair of lanes `distance` apart within x and within y, and returns 16 sums.
 
-    The sums of x come before the sums of y within each pair of runs of `distance` lanes.
+    The result alternates: `distance` sums of x, then `distance` sums of y, and so on.
     """
 
     @intrinsic(FLOATS, FLOATS, FLOATS)

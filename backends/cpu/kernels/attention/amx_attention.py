@@ -194,7 +194,7 @@ def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_visible_tile_halves(union):
-    """Return the range of halves of a tile that have visible keys."""
+    """Return the range of halves of a key tile in which any token sees a key."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE

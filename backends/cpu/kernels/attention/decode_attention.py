@@ -189,7 +189,7 @@ def merge_partial_results_of_group(a, unit, scratch):
 
 
 def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
-    """Return the row operations for the values that heads read: float32 if the values are expanded first."""
+    """Return the subroutines that read values: those of float32 if values are expanded to float32, else `cells`."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -316,9 +316,9 @@ def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
 
 
 def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that locates 64 columns of `n` values; quantised values are expanded to float32 first.
+    """Make the subroutine that returns where to read 64 columns of `n` values, after expanding quantised values.
 
-    The result is: address, bytes from value to value, first column, end column.
+    It returns four numbers: address, bytes from value to value, first column, end column.
     """
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))

@@ -400,7 +400,9 @@ def make_attention_span_kernel(
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
-    """Make a prefill attention kernel. A work unit is a span of tokens in a group of heads; the last span is first.
+    """Make a prefill attention kernel, in which a work unit is a span of tokens in a group of heads.
+
+    The last span is processed first.
 
     Args:
         name: The name of the kernel.

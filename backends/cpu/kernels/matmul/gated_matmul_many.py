@@ -121,7 +121,7 @@ def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMa
 
 @subroutine
 def choose_int8_block_width(columns):
-    """Return 1, the block width of int8 dot products, because wider blocks gain nothing there.
+    """Return 1: int8 dot products process one block of weight rows per call, because more gain nothing.
 
     It is a `GatedMatmulVariant.block_width`.
     """

@@ -129,10 +129,7 @@ def prefetch_section_to_l2(p, nbytes, parts):
 
 @subroutine
 def compute_activation_row_of_slot(slot, slots_per_token, rows_per_token):
-    """Return the activation row that an expert slot reads.
-
-    Slot i of a token reads row ``i mod rows_per_token`` of the token.
-    """
+    """Return the activation row that an expert slot reads: row ``i mod rows_per_token`` of the token for its slot i."""
     return slot // slots_per_token * rows_per_token + slot % slots_per_token % rows_per_token
 
 
@@ -162,9 +159,10 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
 
 @subroutine
 def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
-    """Skip all activation rows: return `i`, the first slot that is left.
+    """Process no activation rows, and return `i`.
 
-    This loop replaces the loop over two groups on machines without registers for several rows of two groups.
+    It stands for the loop over two weight groups on machines with too few registers for that loop. The next loop then
+    processes all rows, one group at a time.
     """
     return i
 

@@ -228,7 +228,7 @@ def _add_quantised_scaled_rms_norm(
 def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
-    """Make the thread work of `scaled_rms_norm`; None if the operands have no walk."""
+    """Make the thread work of `scaled_rms_norm`; None if the kernel cannot loop over the rows of the operands."""
     walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None

@@ -234,7 +234,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a rotation over rows of `x` and `y`; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of a rotation of rows from `x` to `y`; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
@@ -367,7 +367,7 @@ def _add_norm_and_rotation(
 
 
 def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a fused norm and rotation over rows of the operands; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of a fused norm and rotation; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 
