@@ -386,9 +386,9 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
 
 
 def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
-    """Emit the initial int32 lanes of a dot product: a number at `offset` of the record, or a constant.
+    """Emit the initial int32 lanes of a dot product: the int32 at byte `offset` of `record`, repeated in all lanes.
 
-    Without `offset` the constant `ONE_AND_A_HALF_BITS` is the initial value.
+    If `offset` is None, the lanes are the constant `ONE_AND_A_HALF_BITS`.
     """
     if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)

@@ -201,9 +201,10 @@ def find_visible_tile_halves(union):
 
 
 def _make_append_score_steps(k: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps of a job's scores to the list at `end`, and returns its new end.
+    """Make the subroutine that appends the AMX steps which compute a job's scores to a list of steps.
 
-    The subroutine is ``(end, job, keys, scores, deep)``. `deep` is the number of matrices along the head size.
+    The subroutine is ``(end, job, keys, scores, deep)``. `end` is the end of the list; the new end is returned. `deep`
+    is the number of matrices along the head size.
     """
     list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
@@ -222,7 +223,10 @@ def _make_append_score_steps(k: DType) -> Subroutine:
 
 
 def _make_append_result_steps(v: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps of a job's results: ``(end, job, values, weights, wide)``."""
+    """Make the subroutine that appends the AMX steps which compute a job's results to a list of steps.
+
+    The subroutine is ``(end, job, values, weights, wide)`` and returns the new end of the list.
+    """
     list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):

@@ -36,9 +36,9 @@ Addresses = npt.NDArray[np.int64]
 
 
 def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
-    """Compute the addresses in `x` for all combinations of indices along `axes`.
+    """Return the addresses of the elements of `x` for all combinations of indices along some axes.
 
-    Indices wrap around at the size of their axis.
+    `axes` has pairs of an axis and its indices. Indices wrap around at the size of their axis.
     """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
@@ -154,7 +154,7 @@ def _choose_decode_work_split(
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
-    """Compute the number of splits of each work unit with which all threads have equal work."""
+    """Return the smallest number of splits of each of `units` work units that gives all threads equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 

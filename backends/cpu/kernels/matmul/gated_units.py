@@ -67,10 +67,10 @@ def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit that also quantises its result; return False if this does not apply.
+    """Add a gated unit that also quantises its result; return False if a plain gated unit should be added instead.
 
-    It does not apply if all readers use float32, or if a separate quantisation step is better. Each thread computes the
-    columns that it has of the operands. If it has none, threads share the rows.
+    That is the case if all readers use float32, or if a separate quantisation step is better. If threads wrote columns
+    of the operands, each thread continues with its columns. Otherwise threads share the rows.
     """
     (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_consumers(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):

@@ -303,11 +303,10 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 
 
 def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
-    """Make one copy of a result per thread, so that each thread computes the whole result for itself.
+    """Return scratch memory for one copy of a result per thread, so that each thread computes all of it; or None.
 
-    Returns:
-        Scratch operands with the shape of the result. None if an op other than a matmul reads the result, or if the
-        result is too large to be computed by every thread.
+    Each copy has the shape of the result. None means that an op other than a matmul reads the result, or that the
+    result is too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
@@ -321,9 +320,9 @@ def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction)
 
 
 def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
-    """Find the forms in which later ops read a result: quantised for matmuls, or float32.
+    """Find the forms in which later ops read a result: as float32, or quantised (matmuls).
 
-    The result also says whether threads share one of the matmuls.
+    The return value also says whether threads share one of these matmuls.
     """
     y, readers = call.out, call.find_readers()
     if readers is None or not y.is_dense:
@@ -337,7 +336,7 @@ def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> Re
 
 
 def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
-    """Return whether the reader `call` is a matmul that can read a copy per thread instead of the result `y`."""
+    """Return whether `call` is a matmul that can read each thread's own copy of the result `y` as activations."""
     x = call.optional_operand(1)
     if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
         return False

@@ -134,15 +134,15 @@ def compute_activation_row_of_slot(slot, slots_per_token, rows_per_token):
 
 
 def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
-    """Make the loop that multiplies the activation rows of the remaining slots, `rows_per_call` rows at a time.
+    """Make the loop that multiplies the activation rows of the remaining slots with weight rows.
 
     Args:
         rows_per_call: Activation rows of one call of `multiply`.
-        min_rows: Smallest number of remaining slots for which the loop goes on.
-        multiply: The product of these rows with one or two groups of weight rows.
+        min_rows: The loop ends when fewer slots are left.
+        multiply: Multiplies `rows_per_call` rows with one or two groups of weight rows.
 
     Returns:
-        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
+        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that it left out.
     """
     select_rows = make_dot_tile(rows_per_call, 1).row_addresses_by_slot
 

@@ -167,7 +167,7 @@ def compute_quantised_activation_bytes(rows: int, columns: int, kind: int) -> in
 
 
 def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
-    """Return the quantised activations of each thread, and add a step that quantises them unless there is one.
+    """Return the quantised activations of each thread; append a step that computes them unless an earlier step did.
 
     `for_all` says that all threads share the matmul that reads them. Then there are three methods:
 
@@ -297,11 +297,11 @@ class ResultConsumers:
     def make_thread_target(
         self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
     ) -> QuantisedTarget:
-        """Make the target of one thread: its float32 rows and its quantised rows.
+        """Make the target of one thread: the memory of its float32 rows and of its quantised rows.
 
         Args:
-            floats: All rows as float32. None if only quantised rows are read.
-            scratch_row: Memory of one row, which all rows use without `floats`.
+            floats: All rows as float32; None if no op reads float32.
+            scratch_row: Memory of one float32 row. If `floats` is None, every row is written there before quantisation.
             records: Quantised rows for each kind of rounding.
         """
         rounding = [len(records)]
@@ -339,7 +339,7 @@ class ResultConsumers:
         return record.slice_axis(1, skipped, width)
 
     def make_scratch_row_per_thread(self, steps: StepTableBuilder) -> Sequence[Operand]:
-        """Make for each thread scratch memory of one float32 row, shaped like all rows (row stride 0)."""
+        """Make scratch memory of one float32 row for each thread, viewed as all rows of the result by row stride 0."""
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)

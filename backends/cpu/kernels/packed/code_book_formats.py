@@ -136,9 +136,9 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Pack the float16 scale of a file block: copy it to its lane. The small scales of the type are among the signs.
+    """Copy the float16 scale of a file block to its lane; there is nothing else to pack.
 
-    It is `PackedFormat.pack_scales`.
+    It is a `PackedFormat.pack_scales`. The small scales of the type are stored among the signs.
     """
     copy_f16_to_lane(row, to, lane)
 
@@ -197,9 +197,10 @@ def load_iq1_s_scales(p, b):
 
 @subroutine
 def pack_iq1_m_scales(row, to, lane, s):
-    """Pack the 16 scales of 3 bits and the float16 of an IQ1_M file block: copy them to their lane.
+    """Pack the scales of an IQ1_M file block, 16 scales of 3 bits and a float16: copy them to their lane.
 
-    The order is: the float16 from the top of four numbers, two low bits of each scale, and the high bit of each scale.
+    The float16 consists of the top bits of four 16-bit numbers and comes first. Then come two low bits of each scale,
+    then the high bit of each scale.
     """
     whole, low, high = 0, 0, 0
     for j in range(4):

@@ -174,9 +174,9 @@ def pack_nvfp4_scales(row, to, lane, s):
 
 @subroutine
 def e4m3_to_halved_f32(e):
-    """Return half of each 8-bit float E4M3 as float32, because the code book is doubled; NaN gives 0.
+    """Return half of each 8-bit float E4M3 as float32, as in `HALF_OF_E4M3`; NaN gives 0.
 
-    The values are `HALF_OF_E4M3`.
+    The values are halved because the code book holds doubled values.
     """
     e = and_int(e, splat_int(127))
     half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
@@ -292,7 +292,7 @@ def pack_q45_k_scales(row, to, lane, s):
 
 @subroutine
 def load_k_high_bits(at, j):
-    """Load the two high bits of the Q4_K or Q5_K scale of block `j`, and above them the high bits of the minimum."""
+    """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
     return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 

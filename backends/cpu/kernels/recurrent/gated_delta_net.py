@@ -95,7 +95,7 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 @cache
 def make_process_one_token(per_channel: bool) -> Subroutine:
-    """Make the subroutine that processes one token with state rows `first` to `last`.
+    """Make the subroutine that applies the gated delta rule for one token to the state rows `first` to `last`.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``.
     """

@@ -105,9 +105,9 @@ class SlidingWindowShape:
 
 
 def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
-    """Compute the byte offset of each entry of a grid in row-major order.
+    """Compute the byte offset of each grid point, in row-major order, from the grid's shape and element strides.
 
-    The last entry repeats until vectors are full.
+    The last offset is repeated up to a multiple of the vector length.
     """
     at = np.indices(shape).reshape(len(shape), -1)
     bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)

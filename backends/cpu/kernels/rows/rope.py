@@ -262,9 +262,9 @@ def is_rope_supported(call: BoundInstruction) -> bool:
 
 
 def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
-    """Make the rotation plan of a `rope` or `rope_multi`, and add a step for its cosines and sines unless one exists.
+    """Return the rotation plan of a `rope` or `rope_multi`; append a step for cosines and sines unless there is one.
 
-    `is_rope_supported` must hold.
+    The instruction must satisfy `is_rope_supported`.
     """
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     half, mode = _int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
@@ -293,7 +293,14 @@ def _add_cos_and_sin_step(
     frequencies: tuple[npt.NDArray[Any], float],
     plane: npt.NDArray[Any],
 ) -> Sequence[Operand]:
-    """Add the step that computes cosines and sines of the positions. `plane` is the row of positions of each pair."""
+    """Add the step that computes the cosines and sines of all positions; return both tables.
+
+    Args:
+        steps: The steps of the program.
+        call: The `rope` or `rope_multi`.
+        frequencies: The frequency of each pair, and the magnitude of the rotation.
+        plane: For each pair, the number of the row of positions that it uses (`rope_multi` has several rows).
+    """
     (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional_operand(2)
     *outer, position_stride = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0

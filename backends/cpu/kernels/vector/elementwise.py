@@ -93,7 +93,7 @@ def _make_load_element_step(at: int) -> Subroutine:
 
 @subroutine
 def load_lanes(p, c, n, step):
-    """Load up to 16 elements of a float32 row from column `c` of `n` on; broadcast its one element if `step` is 0."""
+    """Load up to 16 of the `n` elements of a float32 row from column `c` on; repeat its one element if `step` is 0."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
@@ -103,7 +103,7 @@ def load_lanes(p, c, n, step):
 
 @subroutine
 def store_lanes(p, c, n, value):
-    """Store up to 16 elements of a float32 row from column `c` of `n` on."""
+    """Store up to 16 lanes to a float32 row of `n` elements, from column `c` on; lanes past its end are dropped."""
     if n - c >= LANES:
         store(p + 4 * c, value)
     else:
@@ -310,7 +310,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
 
 
 def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
-    """Make scratch for a dense copy of `x` if its elements are strided and can be copied; otherwise return `x`."""
+    """Return scratch memory for a dense copy of strided `x`; return `x` if it is dense or cannot be copied."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
     nbytes = x.tensor.spec.nbytes
