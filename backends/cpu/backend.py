@@ -78,7 +78,7 @@ class CpuBackend(NumpyBackend):
         return super().storage_spec(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Return whether an op reads strided operands; False for collectives.
+        """Return whether kernels may read strided operands of a node: True for every op except collectives.
 
         All devices of a collective must make the same choice between compiled code and Python.
         """

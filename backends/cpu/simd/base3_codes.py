@@ -32,7 +32,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 
 
 def _shift_to_each_digit(b: Any, coded: Any) -> list[Any]:
-    """Return five vectors made from the bytes of `coded`: vector i has base-3 digit i of each byte as its first digit."""
+    """Return five vectors: the bytes of `coded`, with base-3 digits 0 to 4 in turn moved to the first place."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
         last = remainders[-1]

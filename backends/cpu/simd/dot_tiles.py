@@ -69,9 +69,9 @@ def unpack_vectors(b: Any, packed: Any) -> list[Any]:
 
 
 def _offset_address(b: Any, address: Any, offset: int) -> Any:
-    """Return `address` plus `offset` bytes, computed as a pointer.
+    """Return `address` plus `offset` bytes, computed as a pointer instead of an integer.
 
-    LLVM would reorder sums of integers until each sum takes a register.
+    LLVM would reorder sums of integers so that each sum occupies a register.
     """
     pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
     return b.ptrtoint(pointer, address.type)

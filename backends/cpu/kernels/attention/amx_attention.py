@@ -194,7 +194,7 @@ def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_visible_tile_halves(union):
-    """Return the range of halves of a key tile in which any token sees a key."""
+    """Return first and end number of the halves of a tile with visible keys (the set bits of `union`)."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
@@ -223,10 +223,7 @@ def _make_append_score_steps(k: DType) -> Subroutine:
 
 
 def _make_append_result_steps(v: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps which compute a job's results to a list of steps.
-
-    The subroutine is ``(end, job, values, weights, wide)`` and returns the new end of the list.
-    """
+    """Make the subroutine ``(end, job, values, weights, wide)`` that appends the AMX steps of a job's results."""
     list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):

@@ -291,9 +291,9 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
 
 
 def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
-    """Return the padded bytes of a row of gated units in scratch, for units that are not stored as float32.
+    """Return the bytes of a scratch row of gated units that are not stored as float32, with 64 bytes of padding.
 
-    64 extra bytes spread the rows over the sets of the nearest cache.
+    The padding spreads the rows over the sets of the nearest cache.
     """
     return variant.max_block_width * BLOCK_BYTES + 64
 

@@ -58,10 +58,7 @@ class PackedFormat:
 
     @property
     def code_properties(self) -> WeightCodeProperties:
-        """Properties of the weight codes that dot products need.
-
-        They are the largest code, the zero point, and whether half blocks have a scale of their own.
-        """
+        """The largest weight code, the zero point, and whether half blocks have their own scale, for dot products."""
         return WeightCodeProperties(self.max_code, self.zero_point, self.has_half_block_scales)
 
     @property

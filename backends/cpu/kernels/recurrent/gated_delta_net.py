@@ -81,13 +81,16 @@ Before `DELTAS_OFFSET` are the products of the rows of a block and four vectors,
 
 @subroutine
 def compute_delta_net_scratch_bytes(size):
-    """Return the scratch bytes of a thread for keys of `size` elements."""
+    """Return the scratch bytes that one thread of the gated delta rule needs for keys of `size` elements."""
     return DECAYS_OFFSET + (6 + BLOCK_ROWS) * 4 * size
 
 
 @subroutine
 def transpose_row_block(source, step, to, pace, rows, columns):
-    """Transpose a block of `rows` by `columns` numbers; rows are `step` bytes apart, result rows `pace` bytes."""
+    """Transpose `rows` rows of `columns` float32 from `source` to `to`.
+
+    Source rows are `step` bytes apart, result rows `pace` bytes.
+    """
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             transpose_16x16(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)

@@ -141,7 +141,7 @@ def _bind_short_convolution(steps: StepTableBuilder, call: BoundInstruction) -> 
 
 @subroutine
 def copy_float_vectors(x, y, n):
-    """Copy `n` float32, a multiple of 16, from `x` to `y`."""
+    """Copy `n` float32 from address `x` to address `y`; `n` is a multiple of 16."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
