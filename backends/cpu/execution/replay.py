@@ -65,7 +65,7 @@ def build_step_table(
     get_words_entry: Callable[[I64], int],
     idle_entries: tuple[int, int] = (0, 0),
 ) -> I64:
-    """Build the table [threads, steps, STEP] that the compiled loop reads, from steps.
+    """Build the integer table [threads, steps, words of a step] from which the compiled loop runs the steps.
 
     Args:
         steps: The steps.

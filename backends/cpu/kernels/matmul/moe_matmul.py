@@ -56,7 +56,7 @@ def sort_slots(a, thread, threads):
 
 @subroutine
 def to_local_expert_index(chosen, own, experts):
-    """Return the index of expert `chosen` among the experts of this device; `experts` for an expert of another device.
+    """Return the index of expert `chosen` among the experts of this device; `experts` if another device has the expert.
 
     The device has `experts` experts, from number `own` on.
     """

@@ -402,7 +402,10 @@ def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSl
 
 
 def compute_weight_strides(w: Operand) -> tuple[int, int]:
-    """Return the bytes of a weight row and of a weight matrix. A packed matrix has whole groups of rows."""
+    """Return two strides of a weight in bytes: from row to row, and from matrix to matrix.
+
+    A packed matrix has whole groups of rows.
+    """
     if w.dtype not in FORMATS:
         *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
         return stride, sum(between)

@@ -416,7 +416,7 @@ def is_matmul_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction)
 
 
 def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
-    """Choose the result columns of each thread: whole tiles of `unit` columns. Return the bounds.
+    """Return the bounds of the result columns of each thread, in whole tiles of `unit` columns.
 
     If all threads can get the same number of whole attention heads, the bounds are at heads of the ops that read the
     result.

@@ -123,9 +123,9 @@ def quantise_activation_rows(a, thread, threads):
 
 @subroutine
 def quantise_row_to_targets(a, at, i, y, n):
-    """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
+    """Quantise row `i`, whose `n` float32 are at `y`, once for each quantised target in the kernel arguments `a`.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
+    `at` is the position of the first of `QuantisedTarget.rounding_words` in `a`.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -133,7 +133,7 @@ def quantise_row_to_targets(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, which begins at `x`, for each target in the kernel arguments.
+    """Quantise block `b` of row `i`, whose float32 are at `x`, once for each quantised target in the kernel arguments.
 
     Parameters are as in `quantise_row_to_targets`.
     """
@@ -348,7 +348,7 @@ class ResultConsumers:
         ]
 
     def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
-        """Register the quantised rows with the step table, so that matmuls find them."""
+        """Tell the step table builder where the quantised rows of the result are, so that later matmuls use them."""
         for tensor, kind in self.quantised_tensors:
             at = self.rounding_kinds.index(kind)
             steps.register_derived_operands(("rounded", tensor, kind), [own[at] for own in records], [self.value])

@@ -380,7 +380,7 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
 
 
 def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
-    """Add the step of a gated delta rule. `saved_state` receives a copy of the old state."""
+    """Add the step of a gated delta rule; it also copies the old state to `saved_state` unless that is None."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
@@ -413,7 +413,7 @@ def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_s
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse saving a state with the gated delta rule that updates it.
+    """Fuse two instructions: the copy that saves a state, and the gated delta rule that updates this state.
 
     Each block of the state is saved while it is in the first cache.
     """

@@ -11,7 +11,8 @@ from ...simd.vectors import load_argument_word
 def compute_head_address(a, first, n, t, h):
     """Return the address of the vector of sequence `n`, token `t` and head `h`.
 
-    Word `first` of the arguments `a` is the base address. The next three words are the strides of n, t and h in bytes.
+    In the arguments `a`, word `first` is the base address, and the next three words are the strides of n, t and h in
+    bytes.
     """
     return (
         load_argument_word(a, first)

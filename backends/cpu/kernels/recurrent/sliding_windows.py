@@ -155,7 +155,10 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a convolution: sliding windows and their matmul with a weight. The matmul may read some of the channels."""
+    """Fuse sliding windows and their matmul with a weight into one image convolution.
+
+    The matmul may read some of the channels.
+    """
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(

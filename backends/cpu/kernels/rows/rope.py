@@ -110,7 +110,8 @@ ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_positio
 def make_rope_kernel(neighbours: bool) -> Kernel:
     """Make the RoPE kernel, which rotates the pairs of each row from element `offset` on.
 
-    A head may be split into `rows_per_head` rows; `first` is the number of the first row.
+    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. A head may be split into `rows_per_head`
+    rows; `first` is the number of the first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
@@ -140,7 +141,7 @@ SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offse
 def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
     """Make the fused kernel of RMS norm and RoPE: ``y = rotate(rms_norm(x) * w)``, from element `offset` on.
 
-    `first` is the number of the first row.
+    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. `first` is the number of the first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
