@@ -117,9 +117,9 @@ def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
 
 @subroutine
 def prefetch_section_to_l2(p, nbytes, parts):
-    """Prefetch one of `parts` equal sections of `nbytes` bytes to the second cache, and return the end of the section.
+    """Prefetch ``nbytes / parts`` bytes from `p` on to the L2 cache, and return the address behind them.
 
-    The section begins at `p`.
+    It prefetches one cache line more than fit into these bytes.
     """
     for _ in range(nbytes // parts // 64 + 1):
         prefetch_l2(p)

@@ -353,9 +353,9 @@ def pack_q3_k_scales(row, to, lane, s):
 
 @subroutine
 def load_q3_k_scales(p, b):
-    """Load both Q3_K scales of a block from adjacent bytes.
+    """Load both Q3_K scales of a block from adjacent bytes: ``d * (whole - 32)`` for the float16 d.
 
-    Subtracting 32 d after the multiplication with d is exact, too.
+    It is computed as ``d * whole - 32 d``, which is exact, too.
     """
     low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
     high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))

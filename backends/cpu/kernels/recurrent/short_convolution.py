@@ -168,7 +168,7 @@ def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
 
 @subroutine
 def load_row_id(ids, nbytes, i):
-    """Load the id of a row, entry `i` of `ids`, which has 4 or 8 bytes."""
+    """Load entry `i` of the row ids `ids`; an id has `nbytes` bytes, 4 or 8."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 

@@ -84,7 +84,7 @@ def _as_float_elements(operand: Operand) -> Operand:
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a repeat: copy the operand with stride 0 along the repetitions.
+    """Add the step of a repeat: copy the operand with stride 0 along repetitions; return False if impossible.
 
     Each repeated axis of the result is split into (repetition, entry).
     """
