@@ -78,7 +78,7 @@ class CpuBackend(NumpyBackend):
         return super().storage_spec(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Return whether an op reads strided operands; False for collectives.
+        """Return whether kernels may read strided operands of a node: True for every op except collectives.
 
         All devices of a collective must make the same choice between compiled code and Python.
         """
@@ -93,9 +93,10 @@ class CpuBackend(NumpyBackend):
         return 2.0**-8 if node.op in QUANTISED_ACTIVATION_OPS and node.inputs[0].dtype in FORMATS else None
 
     def split_weight(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
-        """Split a weight along its first axis into chunks for loading, with the part of the buffer for each chunk.
+        """Split a weight along its first axis, for loading; yield each chunk, its spec and its part of `buffer`.
 
-        A chunk of a matrix is whole groups of rows. A chunk of a weight with several matrices is whole matrices.
+        A small weight is one chunk. A chunk of a matrix is whole groups of rows. A chunk of a weight with several
+        matrices is whole matrices.
         """
         stored = self.storage_spec(declared, "weight")
         if len(declared.shape) < 2 or stored.nbytes <= LOAD_CHUNK_BYTES:

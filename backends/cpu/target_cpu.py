@@ -160,5 +160,5 @@ def _request_amx_permission() -> bool:
 
 
 def find_target_features() -> Mapping[str, bool]:
-    """Return the CPU features of the compile target by LLVM name, and whether kernels may use each feature."""
+    """Return a dict from the LLVM name of each CPU feature to whether kernels for the compile target may use it."""
     return find_compile_target().features

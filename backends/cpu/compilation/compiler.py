@@ -125,7 +125,7 @@ def find_cached_kernel_addresses(names: Sequence[str]) -> Mapping[str, int] | No
 
 
 def _placeholder_body(a: int, thread: int, threads: int) -> int:
-    """Stand for the unknown body of a cached kernel; compilation of this placeholder raises an error."""
+    """Raise an error: it stands for the body of a cached kernel, which is unknown and never compiled."""
     raise LookupError("it is never compiled")
 
 
@@ -314,7 +314,10 @@ def _translate_to_llvm(definition: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetM
 
 
 def _bind_names_to_numba_objects(body: KernelBody) -> KernelBody:
-    """Return `body` with its global names and closure cells bound to Numba objects for intrinsics and subroutines."""
+    """Return a copy of `body` in which intrinsics and subroutines are replaced by objects that Numba can compile.
+
+    Global names and closure cells of the copy refer to these objects.
+    """
     assert isinstance(body, FunctionType)
     names = {**body.__globals__}
     for name in body.__code__.co_names:

@@ -84,7 +84,8 @@ RESERVED_NAMES = ("fields", "parts", "first_word_index")
 def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> KernelArgs:
     """Parse a declaration of argument words, such as ``"rows pitch[2] eps:f32"``, into a `KernelArgs`.
 
-    `parts` adds subroutines that read several words. Raises `ValueError` for an invalid declaration.
+    ``pitch[2]`` is a field of two words. ``eps:f32`` is a float32. `parts` adds named subroutines that read several
+    words. Raises `ValueError` for an invalid declaration.
     """
     fields: dict[str, ArgumentField] = {}
     start = 0
@@ -103,7 +104,10 @@ def declare_args(declared: str, parts: Mapping[str, Any] = MappingProxyType({}))
 
 
 def _make_argument_loader(start: int, is_single: bool, as_float: bool) -> Intrinsic:
-    """Make the intrinsic that loads the argument word at `start`, or word i of a field of several words."""
+    """Make the intrinsic that loads one argument word: the word at `start` if `is_single`, else word ``start + i``.
+
+    With `as_float` the intrinsic returns the word as a float32. It takes the argument block and, unless `is_single`, i.
+    """
     load, result = (load_argument_float, FLOAT) if as_float else (load_argument_word, ADDRESS)
 
     def one(b: Any, block: Any) -> Any:

@@ -55,7 +55,7 @@ def bind_program(
 
 
 def bind_relocatable_program(program: Program, threads: int) -> tuple[RelocatableTable | None, Sequence[Kernel]]:
-    """Bind a program to placeholder addresses, and return its relocatable step table and its kernels.
+    """Bind a program to placeholder addresses; return a step table for any buffer addresses, and its kernels.
 
     The table is None if the binding depends on addresses, other devices, other packages or Python calls.
     """
@@ -82,10 +82,14 @@ def build_fused_dataflow(program: Program) -> Dataflow:
 def list_kernel_calls(
     program: Program, threads: int, in_python: Callable[[Instruction], SourceLocation]
 ) -> Iterator[KernelCall]:
-    """List the kernel calls that `bind_program` would make, by a binding at placeholder addresses.
+    """List the kernel calls that `bind_program` would make for a program, without its buffers.
 
-    Collectives are left out, because their kernels depend on the other devices. `in_python` locates the source of an
-    instruction without a kernel.
+    Collectives are left out, because their kernels depend on the other devices.
+
+    Args:
+        program: The program; it is bound to placeholder addresses.
+        threads: Thread count.
+        in_python: Returns the source location of an instruction without a kernel.
     """
     flow = _build_placeholder_dataflow(program)
     parts = list(_build_segments(flow, StepTableBuilder(threads)))
@@ -100,7 +104,10 @@ def list_kernel_calls(
 
 
 def find_program_kernels(program: Program, threads: int) -> Iterator[Kernel]:
-    """Yield the kernels that `bind_program` would call for a program, by a binding at placeholder addresses."""
+    """Yield the kernels that `bind_program` would call for a program, without its buffers.
+
+    The program is bound to placeholder addresses.
+    """
     return (
         step.kernel
         for part in _build_segments(_build_placeholder_dataflow(program), StepTableBuilder(threads))
@@ -127,7 +134,7 @@ def _build_dataflow(program: Program, addresses: Sequence[int]) -> Dataflow:
 
 
 def _build_segments(flow: Dataflow, steps: StepTableBuilder) -> Iterator[list[TableStep] | int]:
-    """Yield, in order, lists of consecutive steps of compiled code, and numbers of instructions without a kernel."""
+    """Yield the program in order: a list of compiled steps, or the number of an instruction without a kernel."""
     chains = _choose_fusions(flow)
     for group in flow.list_groups():
         steps.instruction_number = group[0]
@@ -151,9 +158,9 @@ def _bind_instruction(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _choose_fusions(flow: Dataflow) -> dict[Sequence[int], FusedBinding]:
-    """Choose the longest fusion that begins at each instruction, and return the fusions by group of instructions.
+    """Choose the longest fusion that begins at each instruction; return a dict from its instruction numbers to it.
 
-    The instructions of each fusion become a group of `flow`.
+    The instructions of each chosen fusion become a group of `flow`.
     """
     chains: dict[Sequence[int], FusedBinding] = {}
     for number in range(len(flow.reader_table.program.instructions)):

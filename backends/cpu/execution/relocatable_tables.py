@@ -111,9 +111,9 @@ def parse_relocatable_table(data: bytes) -> RelocatableTable | None:
 def build_relocatable_table(
     steps: Sequence[TableStep], threads: int, memory: PlaceholderMemory, sizes: Sequence[int]
 ) -> RelocatableTable | None:
-    """Build the relocatable table of steps that were bound to placeholder addresses.
+    """Build a step table that can be moved to other addresses, from steps with placeholder addresses; or return None.
 
-    Returns None if a word is in the placeholder zone and is not an address within a buffer.
+    None means that a word looks like a placeholder address but lies in no buffer.
 
     Args:
         steps: The steps.

@@ -65,7 +65,7 @@ def build_step_table(
     get_words_entry: Callable[[I64], int],
     idle_entries: tuple[int, int] = (0, 0),
 ) -> I64:
-    """Build the table [threads, steps, STEP] that the compiled loop reads, from steps.
+    """Build the integer table [threads, steps, words of a step] from which the compiled loop runs the steps.
 
     Args:
         steps: The steps.
@@ -118,10 +118,10 @@ class Segment:
 
     @staticmethod
     def parse_step_times(times: bytes) -> Array:
-        """Return the seconds at which each step began, and the seconds at which the last step ended.
+        """Return the seconds at which each step began, followed by the seconds at which the last step ended.
 
-        `times` has the cycle counter at each of these moments, then the clock in nanoseconds at the first and at the
-        last moment.
+        `times` has the cycle counter at each of these moments. Behind them it has the clock in nanoseconds at the first
+        and at the last moment.
         """
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
@@ -148,7 +148,10 @@ class Segment:
 
 
 class KernelStoppedError(BackendError):
-    """A kernel stopped the run at instruction `instruction_number`; `is_late` means a timeout of a collective."""
+    """The error that a kernel stopped the run.
+
+    `instruction_number` is the instruction of the kernel. `is_late` is true if a collective timed out.
+    """
 
     def __init__(self, number: int, status: int) -> None:
         super().__init__(STATUS_MESSAGES[status & 255].format(value=status >> 8))
@@ -232,7 +235,7 @@ class Replay:
 
     @cached_property
     def _clock_buffers(self) -> list[memoryview]:
-        """One buffer for each item, into which a timed run writes the start times of the steps and the end time."""
+        """One buffer per segment or Python call, for the times of a timed run: starts of the steps, then the end."""
         return [(one.times if isinstance(one, Segment) else np.zeros(2, np.int64)).data for _, one in self.work]
 
     @cached_property

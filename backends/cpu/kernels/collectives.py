@@ -70,7 +70,7 @@ def publish_addresses_and_wait(board, rank, devices, source, target, number, tim
 
 @subroutine
 def wait_until_memory_released(board, rank, devices, timeout_ns):
-    """Wait until all devices have finished with the memory of other devices. Return 0 or the status of the failure."""
+    """Wait until no device reads or writes the memory of another device; return 0 or the status of the failure."""
     status = wait_for_all_devices(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
@@ -79,7 +79,10 @@ def wait_until_memory_released(board, rank, devices, timeout_ns):
 
 @subroutine
 def sum_lanes_over_devices(board, devices, at, left):
-    """Sum up to 16 float32 at byte `at` over the operands of all devices."""
+    """Return the sums over all devices of up to 16 operand elements.
+
+    The elements begin `at` bytes after the start of each operand; `left` elements exist.
+    """
     total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):
         total = add(total, load_lanes_or_zero(load_long(board + SLOTS_OFFSET + d * SLOT_BYTES) + at, left))
@@ -112,9 +115,9 @@ SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own w
 
 @kernel
 def reduce_scatter(a, thread, threads):
-    """Sum this device's part of each row over all devices: `own` float32 from number `first` on.
+    """Sum this device's part of each row over all devices.
 
-    There are `outer` rows of `whole` numbers.
+    The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, target, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.target(a), SCATTER_GATHER_ARGS.own(a)
@@ -134,9 +137,9 @@ def reduce_scatter(a, thread, threads):
 
 @kernel
 def all_gather(a, thread, threads):
-    """Copy this device's part of each row to all devices: `own` float32 to number `first` of the row.
+    """Copy this device's part of each row to all devices.
 
-    There are `outer` rows of `whole` numbers.
+    The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
     board, rank, devices = SCATTER_GATHER_ARGS.board(a), SCATTER_GATHER_ARGS.rank(a), SCATTER_GATHER_ARGS.devices(a)
     source, own = SCATTER_GATHER_ARGS.source(a), SCATTER_GATHER_ARGS.own(a)
@@ -162,7 +165,7 @@ def all_gather(a, thread, threads):
 
 @subroutine
 def load_lanes_or_zero(p, left):
-    """Load up to 16 of the `left` float32 at `p`; the lanes past them are zero."""
+    """Load the `left` float32 at `p`, at most 16; the other lanes are zero."""
     if left >= LANES:
         return load(p)
     return load_first_lanes(p, left)
@@ -170,7 +173,7 @@ def load_lanes_or_zero(p, left):
 
 @subroutine
 def store_up_to_16_lanes(p, value, left):
-    """Store up to 16 lanes to the `left` float32 at `p`."""
+    """Store the first lanes of `value` at `p`: `left` lanes, at most 16."""
     if left >= LANES:
         store(p, value)
     else:

@@ -32,7 +32,7 @@ MIN_BYTE_OF_ONE, MIN_BYTE_OF_TWO = 86, 171
 
 
 def _shift_to_each_digit(b: Any, coded: Any) -> list[Any]:
-    """Shift the bytes of `coded` by 0 to 4 digits: in result i, the first digit of each byte is digit i of `coded`."""
+    """Return five vectors: the bytes of `coded`, with base-3 digits 0 to 4 in turn moved to the first place."""
     remainders = [coded]
     for _ in range(DIGITS - 1):
         last = remainders[-1]
@@ -46,7 +46,7 @@ def _first_digit(b: Any, x: Any) -> Any:
 
 
 def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) -> Any:
-    """Select the 16 lanes `lane_numbers` of the concatenation of the first `SHORT_LANES` lanes of all parts."""
+    """Concatenate the first `SHORT_LANES` lanes of each part, and return the 16 lanes `lane_numbers` of that."""
     sources = [divmod(number, SHORT_LANES) for number in lane_numbers]
     joined = parts[sources[0][0]]
     for part in sorted({part for part, _ in sources}):

@@ -45,7 +45,10 @@ the lowest bit of the result. The first byte selects the bits that add up to the
 
 
 def find_supported_instruction(instructions_by_feature: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
-    """Return the first instruction that the target processor supports, with its operand bytes, or None."""
+    """Return the name and the operand bytes of the first instruction that the target processor supports, or None.
+
+    `instructions_by_feature` has the instructions by CPU feature.
+    """
     return next(
         (known for feature, known in instructions_by_feature.items() if find_target_features().get(feature)), None
     )

@@ -21,9 +21,9 @@ def zero_products(b):
 
 @intrinsic(PRODUCTS_TYPE, PRODUCTS_TYPE, *[ADDRESS] * 4)
 def add_4x4_row_products(b, sums, rows, step, other_rows, other_step):
-    """Add the products of 16 columns to the 16 dot products of four rows with four other rows.
+    """Add the products of 16 columns to 16 dot products: each of four rows with each of four other rows.
 
-    Rows are `step` bytes apart, the other rows `other_step` bytes.
+    `rows` and `other_rows` are addresses. Rows are `step` bytes apart, the other rows `other_step` bytes.
     """
     left, right = _load_column(b, rows, step), _load_column(b, other_rows, other_step)
     pairs = [(x, y) for x in left for y in right]
@@ -37,9 +37,9 @@ def _load_column(b: Any, first: Any, step: Any) -> list[Any]:
 
 @intrinsic(FLOATS, PRODUCTS_TYPE)
 def reduce_4x4_products(b, sums):
-    """Reduce each of the 16 dot products to the sum of its lanes, in one vector.
+    """Reduce the 16 vectors of dot products to one vector with the sum of the lanes of each.
 
-    The first four lanes belong to the first row and all other rows, the next four lanes to the second row.
+    Lanes 0 to 3 are the first row with each of the four other rows, lanes 4 to 7 the second row, and so on.
     """
     folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
     vectors = unpack_vectors(b, sums)

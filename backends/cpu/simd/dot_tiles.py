@@ -69,9 +69,9 @@ def unpack_vectors(b: Any, packed: Any) -> list[Any]:
 
 
 def _offset_address(b: Any, address: Any, offset: int) -> Any:
-    """Return `address` plus `offset` bytes, computed as a pointer.
+    """Return `address` plus `offset` bytes, computed as a pointer instead of an integer.
 
-    LLVM would reorder sums of integers until each sum takes a register.
+    LLVM would reorder sums of integers so that each sum occupies a register.
     """
     pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
     return b.ptrtoint(pointer, address.type)
@@ -386,9 +386,9 @@ def make_dot_tile(row_count: int, group_count: int, codes: WeightCodeProperties 
 
 
 def _emit_initial_dot_sum(b: Any, record: Any, offset: int | None) -> Any:
-    """Emit the initial int32 lanes of a dot product: a number at `offset` of the record, or a constant.
+    """Emit the initial int32 lanes of a dot product: the int32 at byte `offset` of `record`, repeated in all lanes.
 
-    Without `offset` the constant `ONE_AND_A_HALF_BITS` is the initial value.
+    If `offset` is None, the lanes are the constant `ONE_AND_A_HALF_BITS`.
     """
     if offset is None:
         return simd.ints_of(ONE_AND_A_HALF_BITS)

@@ -31,7 +31,7 @@ def _fold_two_vectors(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]
 
 @intrinsic(FLOATS, FLOATS, FLOATS)
 def reduce_two_to_max_magnitude(b, x, y):
-    """Reduce both vectors to their largest magnitudes, one in each half of the result; NaN if a lane is NaN.
+    """Return the largest magnitude of x in lanes 0 to 7 and that of y in lanes 8 to 15; NaN if a lane is NaN.
 
     Magnitudes are compared as integers, because the bits of a NaN are larger than the bits of all numbers.
     """
@@ -42,25 +42,25 @@ def reduce_two_to_max_magnitude(b, x, y):
 
 @intrinsic(INTS, INTS, INTS)
 def reduce_two_to_sum(b, x, y):
-    """Reduce both int32 vectors to their sums, one in each half of the result."""
+    """Return the sum of the int32 lanes of x in lanes 0 to 7, and that of y in lanes 8 to 15."""
     return _fold_two_vectors(b, x, y, b.add)
 
 
 @intrinsic(FLOATS, FLOATS)
 def splat_lower_half(b, halves):
-    """Repeat the number of the lower half in all 16 lanes."""
+    """Return a vector with lane 0 of `halves` in all 16 lanes: the number of the lower half (lanes 0 to 7)."""
     return b.shuffle_vector(halves, halves, _lanes([0] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
 def splat_upper_half(b, halves):
-    """Repeat the number of the upper half in all 16 lanes."""
+    """Return a vector with lane 8 of `halves` in all 16 lanes: the number of the upper half (lanes 8 to 15)."""
     return b.shuffle_vector(halves, halves, _lanes([HALF_LANES] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
 def add_upper_half_to_lower(b, halves):
-    """Add the number of the upper half to the lower half; the upper half is unchanged."""
+    """Add the number in lanes 8 to 15 to lanes 0 to 7; lanes 8 to 15 stay unchanged."""
     swapped = b.shuffle_vector(halves, halves, _lanes([*range(HALF_LANES, LANES), *range(HALF_LANES)]))
     return b.shuffle_vector(
         b.fadd(halves, swapped), halves, _lanes([*range(HALF_LANES), *range(LANES + HALF_LANES, 2 * LANES)])
@@ -69,7 +69,7 @@ def add_upper_half_to_lower(b, halves):
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
 def store_both_halves(b, address, halves):
-    """Store the numbers of both halves as two consecutive float32."""
+    """Store two float32 at `address`: the number in lanes 0 to 7 of `halves`, then the number in lanes 8 to 15."""
     simd.store_long.body(
         b, address, b.bitcast(b.shuffle_vector(halves, halves, _lanes([0, HALF_LANES])), ir.IntType(64))
     )

@@ -23,7 +23,7 @@ def _ints(value: int) -> ir.Constant:
 
 
 def _first_lanes_mask(b: Any, count: Any) -> Any:
-    """Return the boolean mask of the first `count` lanes."""
+    """Return a boolean mask that is true in the first `count` lanes."""
     every = b.insert_element(ir.Constant(_I, ir.Undefined), b.trunc(count, _i32), ir.Constant(_i32, 0))
     every = b.shuffle_vector(every, every, _ints(0))
     return b.icmp_signed("<", ir.Constant(_I, list(range(LANES))), every)

@@ -59,7 +59,7 @@ class WeightCodeProperties:
 
     @property
     def max_pair_sums_in_int16(self) -> int:
-        """The number of sums of two products that can be added in 16 bits without overflow."""
+        """How many sums of two products (weight code times activation) can be added in 16 bits without overflow."""
         return 0x7FFF // (2 * MAX_ACTIVATION * self.max_code)
 
     @property

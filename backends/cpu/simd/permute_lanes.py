@@ -27,7 +27,7 @@ _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
 def _make_two_vector_shuffle(order: Sequence[int]) -> Intrinsic:
-    """Make an intrinsic that shuffles the lanes of two vectors into `order`; 16 and up is the second vector."""
+    """Make an intrinsic ``(x, y)`` whose result lane i is lane ``order[i]`` of x and y: 0 to 15 is x, 16 to 31 is y."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 
@@ -39,7 +39,7 @@ first_pairs, last_pairs = (
 
 
 def _make_every_fourth_lane_selection(first: int) -> Intrinsic:
-    """Make an intrinsic that selects every fourth of the 64 lanes of four vectors, beginning with lane `first`."""
+    """Make an intrinsic that returns lanes `first`, `first` + 4, `first` + 8, ... of the 64 lanes of four vectors."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
     def select_every_fourth(b, p, q, r, s):
@@ -54,9 +54,9 @@ fourth_0, fourth_1, fourth_2, fourth_3 = (_make_every_fourth_lane_selection(j) f
 
 
 def _make_pairwise_sum(distance: int) -> Intrinsic:
-    """Make an intrinsic that adds lanes `distance` apart in two vectors and joins both results in one vector.
+    """Make an intrinsic that adds each pair of lanes `distance` apart within x and within y, and returns 16 sums.
 
-    The sums of x come before the sums of y within each pair of runs of `distance` lanes.
+    The result alternates: `distance` sums of x, then `distance` sums of y, and so on.
     """
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
@@ -109,7 +109,7 @@ transpose_bf16 = _make_partial_transpose(lambda b, a, _: load_bf16.body(b, a))
 
 
 def transpose_vectors(b: Any, vectors: Sequence[Any]) -> list[Any]:
-    """Transpose 16 vectors of 16 lanes: return 16 vectors, vector i with lane i of all vectors."""
+    """Transpose 16 vectors of 16 lanes: lane j of result i is lane i of vector j."""
     vectors, lanes = list(vectors), range(LANES)
     for distance in (8, 4, 2, 1):
         low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])

@@ -43,10 +43,11 @@ def _load_two_int4_blocks_as_unsigned(b: Any, first: Any, second: Any) -> Any:
 
 
 def _make_block_transpose(load_two_blocks: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """Make an intrinsic that transposes two blocks of each of 16 rows into 16 columns of four bytes per row.
+    """Make an intrinsic that transposes two quantised blocks of each of 16 rows, in units of four bytes.
 
     The intrinsic is ``(source, step, last, second, to)``. Rows are `step` bytes apart, and the second block of a row is
-    `second` bytes after the first block. Row `last` replaces missing rows.
+    `second` bytes after the first block. Row `last` replaces missing rows. The result has 16 vectors. Each vector has
+    four bytes of every row.
     """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
@@ -68,7 +69,7 @@ transpose_8_bit_blocks, transpose_4_bit_blocks = (
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
 def copy_strided_f16(b, source, step, last, destination):
-    """Copy 16 float16 at a stride of `step` bytes to consecutive memory; number `last` replaces missing numbers."""
+    """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` is repeated for the missing ones."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):
         number = ir.Constant(_i64, i)

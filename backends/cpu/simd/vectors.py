@@ -116,7 +116,7 @@ def emit_llvm_call(b: Any, name: str, result_type: ir.Type, *values: Any) -> Any
 
 
 def _first_lanes_mask(b: Any, count: Any) -> Any:
-    """Return the boolean mask of the first `count` lanes; `count` is an address-sized integer."""
+    """Return a boolean mask that is true in the first `count` lanes; `count` is an address-sized integer."""
     lanes = ir.Constant(_I, list(range(LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
 

@@ -40,7 +40,9 @@ class ColumnSplit:
 def find_column_split(
     steps: StepTableBuilder, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False
 ) -> ColumnSplit | None:
-    """Return the column split of `out` that continues the split of a source; None if the next step needs a barrier.
+    """Return a split of `out` by which each thread continues with the columns that it wrote; None if there is none.
+
+    With such a split the next step needs no barrier.
 
     Args:
         steps: The builder with the previous steps.

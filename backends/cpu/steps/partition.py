@@ -11,7 +11,7 @@ from ..compilation.compiler import subroutine
 
 @subroutine
 def compute_thread_range(n, thread, threads):
-    """Return the range of `n` items that a thread processes: (first, end)."""
+    """Return the first and the end index of the items, of `n` in all, that thread number `thread` processes."""
     each = (n + threads - 1) // threads
     return min(n, each * thread), min(n, each * (thread + 1))
 

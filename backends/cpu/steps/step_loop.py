@@ -35,7 +35,7 @@ SHARED_BYTES = 128
 
 @subroutine
 def back_off(spin_count):
-    """Wait a little after `spin_count` vain checks of a spin loop: spin, then yield the core, then sleep."""
+    """Wait a little in a spin loop, longer after more checks (`spin_count`): spin, then yield the core, then sleep."""
     if spin_count > SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
         sleep_50_microseconds()
     elif spin_count > SPINS_BEFORE_YIELD:
@@ -64,9 +64,11 @@ ARGS = declare_args("table steps shared times")
 def run_steps_of_thread(a, thread, threads, times):
     """Run every step of the step table of this thread, with a barrier before the steps that need one.
 
-    Return 0, or the status of the step that stopped the run. Unless `times` is 0, thread 0 writes the ticks at the
-    start of each step and at the end, then the clock at the first and at the last of these. A thread may be ahead of
-    another up to the next barrier. `steps.RUN_STATUS_REGION` explains why that does no harm if a thread stops.
+    Return 0, or the status of the step that stopped the run. Between two barriers, one thread may be ahead of another.
+    `steps.RUN_STATUS_REGION` explains why that does no harm if a thread stops.
+
+    If `times` is not 0, thread 0 writes there the cycle counter at the start of each step and after the last step.
+    Behind them it writes the clock in nanoseconds at the start and at the end of the run.
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
     if times != 0 and thread == 0:

@@ -134,7 +134,7 @@ class StepTableBuilder:
         self._append(kernel, {ALL_THREADS if self.threads > 1 and moved >= MIN_SHARED_BYTES else 0: part}, stops)
 
     def is_shared_by_threads(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
-        """Return whether `add` shares a step with these operands and results among threads."""
+        """Return whether `add` would split a step with these operands and results over all threads."""
         return self.threads > 1 and _count_moved_bytes(reads, writes) >= MIN_SHARED_BYTES
 
     def add_per_thread(self, kernel: Kernel, parts: Sequence[ThreadWork | None]) -> None:
@@ -169,12 +169,15 @@ class StepTableBuilder:
             self._column_bounds[out.region] = bounds
 
     def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
-        """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
+        """Return the column bounds by which threads wrote one of `operands` since the last barrier, or None.
+
+        The first such operand counts.
+        """
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
     def can_repeat_per_thread(self, reads: Sequence[Operand]) -> bool:
-        """Return whether operands are small enough that each thread may repeat a computation on them for itself."""
+        """Return whether operands are so small that every thread may do the same computation on them."""
         return sum(o.tensor.spec.nbytes for o in reads) <= MAX_DUPLICATED_BYTES
 
     def _needs_barrier(self, read: ThreadRegions, written: ThreadRegions) -> bool:
@@ -260,12 +263,12 @@ class StepTableBuilder:
         self._derived_operands[key] = (operands, [o.region for o in (*operands, *sources)])
 
     def register_per_thread_values(self, operands: Sequence[Operand], value: Operand) -> None:
-        """Register operands that hold the contents of `value`, one for each thread; `value` itself is not written."""
+        """Register one operand for each thread that holds the contents of `value`; `value` itself is not written."""
         self.invalidate_regions([value.region])
         self.register_derived_operands(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
-        """Return the operand of each thread that holds the contents of `value`, or None."""
+        """Return for each thread its own copy of `value`; None if there are no such copies."""
         own = self.find_derived_operands(("own", value.region))
         return None if own is None else [with_layout_of(o, value) for o in own]
 
@@ -296,7 +299,7 @@ def _count_moved_bytes(reads: Sequence[Operand], writes: Sequence[Operand]) -> i
 def _find_thread_accesses(
     parts: Mapping[int, ThreadWork], stops: bool, uses_queue: bool
 ) -> tuple[ThreadRegions, ThreadRegions]:
-    """Return the regions that each thread reads, and the regions that each thread writes, with thread numbers."""
+    """Return two lists of (region, thread number): the memory that threads read, and the memory that threads write."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():

@@ -36,7 +36,7 @@ def compute_shared_block_bytes(threads: int) -> int:
 
 @subroutine
 def publish_run(run_args, shared_block, threads):
-    """Publish a run to all other threads of the pool, and return the number of threads that sleep.
+    """Make a run visible to all other threads of the pool, and return how many of them sleep and must be woken.
 
     `run_args` is the address of `RUN_ARGS`.
     """
@@ -75,7 +75,7 @@ def start_run(run_args, shared_block, threads):
 
 @kernel
 def continue_run(run_args, shared_block, threads):
-    """Continue a run after all threads have been woken, and return the status of thread 0."""
+    """Run the work of thread 0 after the caller of `start_run` has woken all threads; return the status of thread 0."""
     return run_main_thread(run_args, shared_block, threads)
 
 

@@ -29,39 +29,45 @@ MAX_SPANS = QUEUE_BYTES // 8
 
 @subroutine
 def take_work_item(tickets, following):
-    """Take the next work item from the queue, or `following` without a queue, where one thread does all items.
+    """Take the number of the next work item from the queue; return `following` if there is no queue.
 
-    `tickets` is the address of the queue, or 0 for none.
+    `tickets` is the address of the queue, or 0 for none. Without a queue one thread does all items in order.
     """
     return fetch_add(tickets, 1) if tickets != 0 else following
 
 
 @subroutine
 def reset_queue(tickets, mine, item_count, threads):
-    """Reset the work queue to 0 if this thread took the last ticket of all threads."""
+    """Set the work queue back to 0 if `mine`, the ticket of this thread, is the last one that any thread takes."""
     if tickets != 0 and mine == item_count + threads - 1:
         store_shared(tickets, 0)
 
 
 @subroutine
 def count_spans(rows, min_rows, threads):
-    """Return the number of row spans with at least `min_rows` rows each, and at most one per thread."""
+    """Return the number of row spans for `rows` rows: from 1 to one per thread, with at least `min_rows` rows each.
+
+    There is one span if there are fewer than `min_rows` rows. There are at most `MAX_SPANS` spans.
+    """
     return max(1, min(threads, rows // min_rows, MAX_SPANS))
 
 
 @subroutine
 def choose_span(turn, spans, thread, threads):
-    """Choose the row span that a thread processes in its turn number `turn`."""
+    """Return the number of the row span that a thread processes in its turn number `turn`.
+
+    Threads begin at different spans, and each thread visits all spans in a circle.
+    """
     return (thread * spans // threads + turn) % spans
 
 
 @subroutine
 def compute_span_start(rows, row_multiple, span, spans):
-    """Return the first row of a row span, which is the end of the span before it: a multiple of `row_multiple`."""
+    """Return the first row of row span number `span`, a multiple of `row_multiple`; it ends the span before it."""
     return min(rows, (rows + row_multiple - 1) // row_multiple * span // spans * row_multiple)
 
 
 @subroutine
 def select_span_queue(tickets, span):
-    """Return the address of the work queue of a row span; 0 without queues."""
+    """Return the address of the work queue of row span number `span`; 0 if `tickets` is 0 (no queues)."""
     return tickets + 8 * span if tickets != 0 else 0

@@ -57,10 +57,11 @@ class _TimedKernel:
 
 
 class MemoryBandwidthTest:
-    """A test of memory read bandwidth, with several threads and memory that should exceed every cache.
+    """A test of memory read bandwidth by several threads, in memory that should exceed every cache.
 
-    The test takes the best of several patterns, so that no kernel exceeds the peak. The patterns are `READ_PATTERNS`,
-    and a matmul of one token by a Q8_0 weight of a quarter of the size, with every prefetch distance.
+    The result is the best of several access patterns, so that no kernel exceeds it. The patterns are `READ_PATTERNS`,
+    and matmuls of one token with every prefetch distance. The Q8_0 weight of these matmuls has a quarter of the test's
+    size.
     """
 
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:

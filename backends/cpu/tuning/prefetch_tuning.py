@@ -68,9 +68,9 @@ def tune_prefetch_distance(dtype: DType, matrices: Sequence[np.ndarray]) -> None
 
 
 def _choose_fastest_distances(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
-    """Return the index in `PREFETCH_DISTANCES` of the pair with the fastest run for a number of activation rows.
+    """Return the index of the fastest pair of `PREFETCH_DISTANCES` for `rows` activation rows; 0 if the gain is small.
 
-    Disturbances only make a run slower.
+    Each pair is timed several times. The fastest time counts, because disturbances only make a run slower.
     """
     reading = TimedMatmul(dtype, matrices, 1, rows)
     reading.measure_seconds_by_distance()

@@ -116,7 +116,7 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @subroutine
 def count_32x32_matrices(n):
-    """Return the number of 32 x 32 matrices for `n` rows or columns."""
+    """Return how many 32 x 32 matrices cover `n` rows or columns."""
     return (n + MATRIX_SIZE - 1) // MATRIX_SIZE
 
 
@@ -194,16 +194,17 @@ def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_visible_tile_halves(union):
-    """Return the range of halves of a tile that have visible keys."""
+    """Return first and end number of the halves of a tile with visible keys (the set bits of `union`)."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
 
 
 def _make_append_score_steps(k: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps of a job's scores to the list at `end`, and returns its new end.
+    """Make the subroutine that appends the AMX steps which compute a job's scores to a list of steps.
 
-    The subroutine is ``(end, job, keys, scores, deep)``. `deep` is the number of matrices along the head size.
+    The subroutine is ``(end, job, keys, scores, deep)``. `end` is the end of the list; the new end is returned. `deep`
+    is the number of matrices along the head size.
     """
     list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
@@ -222,7 +223,7 @@ def _make_append_score_steps(k: DType) -> Subroutine:
 
 
 def _make_append_result_steps(v: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps of a job's results: ``(end, job, values, weights, wide)``."""
+    """Make the subroutine ``(end, job, values, weights, wide)`` that appends the AMX steps of a job's results."""
     list_steps = make_append_matmul_steps(count_bf16_terms(v), WEIGHT_TERMS)
 
     def list_results(end, job, values, weights, wide):
@@ -256,7 +257,10 @@ def apply_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
 
 @subroutine
 def compute_max_scores(scores, n, x, y):
-    """Return the maxima of `x`, `y` and the scores of `n` keys. Four independent chains hide the latency."""
+    """Return the maxima of the scores of `n` keys for 32 tokens; `x` and `y` are the maxima so far of 16 tokens each.
+
+    Four independent chains of maxima hide the latency.
+    """
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
@@ -271,7 +275,7 @@ def compute_max_scores(scores, n, x, y):
 
 @subroutine
 def rescale_softmax_state(state, x, y, result, rows):
-    """Set new reference scores `x`, `y` in the softmax state, and rescale the earlier sums and results."""
+    """Store new reference scores `x`, `y` in a softmax state, and rescale the earlier sums and results to them."""
     h, g = exp2(sub(load(state), x)), exp2(sub(load(state + 64), y))
     store_row_of_32(state, x, y)
     store_row_of_32(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))

@@ -62,7 +62,7 @@ def is_exact_in_bf16_tiles(k: DType, v: DType) -> bool:
 
 
 def count_bf16_terms(dtype: DType) -> int:
-    """Return the number of bfloat16 terms of keys or values of a type."""
+    """Return the number of bfloat16 values whose sum represents one key or value of a type."""
     return 1 if dtype is DType.BF16 else 2
 
 
@@ -75,9 +75,12 @@ def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
 def make_append_matmul_steps(left: int, right: int) -> Subroutine:
     """Make the subroutine that appends the AMX steps of a matrix product to a list of steps.
 
-    The subroutine is ``(end, a, b, to, first, last)``, for matrices of `left` and `right` terms. Small terms come
-    first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`, `LOAD_SUMS`, or 0
-    to go on. `last` is `STORE_SUMS` or 0. The result is the new end of the list.
+    The subroutine is ``(end, a, b, to, first, last)`` and returns the new end of the list. A matrix is stored as a sum
+    of bfloat16 terms: `left` terms for a, `right` terms for b. Products of small terms come first. Products as small as
+    the rounding of the right side are omitted.
+
+    Flags: `first` is `CLEAR_SUMS`, `LOAD_SUMS`, or 0 to continue with the sums in the registers. `last` is `STORE_SUMS`
+    or 0.
     """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
@@ -141,11 +144,11 @@ def make_begin_amx_step() -> Subroutine:
 
 @cache
 def make_run_amx_steps() -> Subroutine:
-    """Make the subroutine that runs the begun AMX steps `first` to `last`, and begins the step `last`.
+    """Make the subroutine ``(mine, first, last)`` that runs AMX steps and loads the operands of the step `last`.
 
-    The subroutine is ``(mine, first, last)``. To begin a step means to load its operands to registers. A load waits for
-    an earlier store with the same low 12 address bits, and such a store waits for all products before it. So a step
-    begins before vector code stores anything else.
+    It runs the steps from address `first` to before `last`. The operands of the step `first` are in registers already.
+    Each step loads the operands of the step after it. A load waits for an earlier store with the same low 12 address
+    bits, and such a store waits for all products before it. So operands are loaded before vector code stores anything.
     """
     unit, begin_step = select_amx_tile_operations(), make_begin_amx_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -172,7 +175,7 @@ def make_run_amx_steps() -> Subroutine:
 
 @subroutine
 def append_end_step(end):
-    """Append an end step to a list of AMX steps: it is begun but not run."""
+    """Append a dummy last AMX step: running the real last step loads the operands of the step after it."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
     store_long(end + STEP_FLAGS, 0)

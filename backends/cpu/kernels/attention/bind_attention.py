@@ -36,9 +36,9 @@ Addresses = npt.NDArray[np.int64]
 
 
 def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
-    """Compute the addresses in `x` for all combinations of indices along `axes`.
+    """Return the addresses of the elements of `x` for all combinations of indices along some axes.
 
-    Indices wrap around at the size of their axis.
+    `axes` has pairs of an axis and its indices. Indices wrap around at the size of their axis.
     """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
@@ -47,9 +47,9 @@ def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray
 
 
 def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Operand:
-    """Copy an operand of attention if the elements of its rows are strided; otherwise return the operand.
+    """Return a dense copy of an attention operand if the elements of its rows are strided, else the operand.
 
-    `purpose` names the scratch.
+    `purpose` is the name of the scratch memory for the copy.
     """
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
@@ -66,7 +66,7 @@ def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Opera
 
 
 def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
-    """Return the part of `x` at fixed leading indices as a view in which each element is a row of its own."""
+    """Return a view of `x` at the fixed indices `leading` of its first axes, with one element per row."""
     for axis, i in enumerate(leading):
         x = x.slice_axis(axis, i, 1)
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
@@ -110,7 +110,7 @@ def _build_head_address_table(
 
 
 def _float_attribute(call: BoundInstruction, name: str) -> float:
-    """Return a number among the attributes as float."""
+    """Return the attribute `name` of an instruction as a float."""
     return float(np.asarray(call.attrs[name]))
 
 
@@ -154,7 +154,7 @@ def _choose_decode_work_split(
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
-    """Compute the number of splits of each work unit with which all threads have equal work."""
+    """Return the smallest number of splits of each of `units` work units that gives all threads equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 

@@ -80,7 +80,8 @@ MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread in decode attention.
 
-    The scratch holds scores, highest scores and results; then values, or queries with products or keys.
+    The scratch holds scores, highest scores and results. Memory behind them is used for expanded values, for queries
+    and products, or for quantised queries and keys, one after the other.
     """
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = quantised_keys.compute_transposed_keys_bytes(size) + rows * quantised_keys.compute_quantised_query_bytes(
@@ -92,9 +93,9 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 
 
 def _make_multiply_queries_with_keys(cells: CacheRowOperations, count: int) -> Subroutine:
-    """Make the subroutine that multiplies `count` queries with 16 keys from key `s` on.
+    """Make the subroutine that computes partial dot products of `count` queries and 16 keys, from key `s` on.
 
-    It stores four partial sums of each product at `to`.
+    It stores four partial sums of each dot product at `to`.
     """
     load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
     tile = make_dot_tile(count, 1)
@@ -162,7 +163,7 @@ def _make_add_weighted_value_columns(cells: CacheRowOperations, count: int, line
 
 @subroutine
 def prefetch_rows_to_l2(rows, step, count, nbytes):
-    """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart, to the second cache."""
+    """Prefetch `count` rows to the L2 cache; a row has `nbytes` bytes, and rows begin `step` bytes apart."""
     for r in range(count):
         for c in range(0, nbytes, CACHE_LINE_BYTES):
             prefetch_l2(rows + r * step + c)
@@ -189,7 +190,7 @@ def merge_partial_results_of_group(a, unit, scratch):
 
 
 def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
-    """Return the row operations for the values that heads read: float32 if the values are expanded first."""
+    """Return the subroutines that read values: those of float32 if values are expanded to float32, else `cells`."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -316,9 +317,9 @@ def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
 
 
 def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that locates 64 columns of `n` values; quantised values are expanded to float32 first.
+    """Make the subroutine that returns where to read 64 columns of `n` values, after expanding quantised values.
 
-    The result is: address, bytes from value to value, first column, end column.
+    It returns four numbers: address, bytes from value to value, first column, end column.
     """
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
@@ -335,7 +336,10 @@ def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
 
 
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
+    """Make the subroutine that adds the values of a range of keys, times their softmax weights, to all result rows.
+
+    The rows are those of a work unit.
+    """
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_value_operations(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))

@@ -39,9 +39,9 @@ def compute_partial_result_bytes(width: int) -> int:
 
 @subroutine
 def update_online_softmax(scores, n, lanes, state, width):
-    """Replace the scores of a row by softmax weights, and update the partial result of the row (online softmax).
+    """Replace the `n` scores of a row by softmax weights, and update the row's partial result `state` (online softmax).
 
-    `lanes` is the address of the highest score of each lane.
+    `lanes` is the address of a vector with the highest score of each lane.
     """
     before = load_scalar(state)
     top = max(lane_max_without_nan(load(lanes)), before)
@@ -60,7 +60,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 @subroutine
 def clear_partial_result(state, span):
-    """Clear the partial result of a row: zero sums, and the lowest score."""
+    """Initialise the partial result of a row: all sums are zero, and the highest score is the lowest number."""
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
     store_scalar(state, MIN_SCORE)

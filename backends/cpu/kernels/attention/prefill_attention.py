@@ -97,10 +97,10 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @subroutine
 def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """Copy rows times a factor to padded dense rows: ``to[r, c] = factor * source[r, c]``.
+    """Copy rows times a factor to dense rows, padded in both directions: ``to[r, c] = factor * source[r, c]``.
 
-    The result has `count` rows of `wide` numbers. `rows` rows of `size` numbers exist. All others are
-    ``factor * otherwise``.
+    The source has `rows` rows of `size` numbers. The result has `count` rows of `wide` numbers. Numbers that the source
+    lacks become ``factor * otherwise``.
     """
     for r in range(count):
         for c in range(0, wide, LANES):
@@ -118,8 +118,8 @@ def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, o
 def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
     """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
-    Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
-    the old `to` is not added.
+    Strides in bytes: `row` and `column` for a, `step` for rows of b, `pace` for rows of `to`. If `fades` is 0, the old
+    `to` is not added.
     """
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
@@ -156,7 +156,7 @@ def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
 
 @subroutine
 def load_scaled_row_of_32(rows, factor_address):
-    """Load a row of 32 numbers, times the factor at `factor_address`, as two vectors."""
+    """Load 32 float32, multiply them by the float32 at `factor_address`, and return them as two vectors."""
     f = splat_from(factor_address)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
@@ -197,7 +197,7 @@ def find_visible_tile_keys(mask, step, tokens, s, keys, to):
 
 @subroutine
 def find_set_bit_range(bits):
-    """Return the range of set bits (visible keys of a tile), rounded outwards to multiples of eight."""
+    """Return the first and the end position of the set bits of `bits`, rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
     ) // MATRIX_ROWS * MATRIX_ROWS
@@ -307,7 +307,7 @@ def _make_copy_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
-    """Load the mask of a tile and transpose it, so that tokens are lanes. `scratch` has as many rows as the mask."""
+    """Load the mask of a tile to `scratch`, and transpose it to `lane_mask`, where lanes are tokens."""
     copy_scaled_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
         transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
@@ -400,7 +400,9 @@ def make_attention_span_kernel(
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
-    """Make a prefill attention kernel. A work unit is a span of tokens in a group of heads; the last span is first.
+    """Make a prefill attention kernel, in which a work unit is a span of tokens in a group of heads.
+
+    The last span is processed first.
 
     Args:
         name: The name of the kernel.

@@ -47,7 +47,7 @@ BLOCK_TRANSPOSERS = MappingProxyType({DType.Q8_0: transpose_8_bit_blocks, DType.
 
 
 def compute_quantised_query_bytes(size: int) -> int:
-    """Return the bytes of a quantised query: codes; then for each block its scale and its offset correction."""
+    """Return the padded bytes of a quantised query: all codes, then a scale and an offset correction for each block."""
     return -(-(size + size // BLOCK_ELEMENTS * 8) // 64) * 64
 
 

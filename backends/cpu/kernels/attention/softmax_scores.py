@@ -88,7 +88,7 @@ def round_up(n, step):
 
 @subroutine
 def max_or_second(x, y):
-    """Return the larger number of each lane; y where x or y is NaN."""
+    """Return the larger of x and y in each lane; where x or y is NaN, return y."""
     return where_less(y, x, x, y)
 
 
@@ -119,7 +119,7 @@ def load_mask_lanes(mask, s, keys):
 
 @subroutine
 def find_visible_key_bits(mask):
-    """Return one bit for each of 16 keys that is visible by the mask."""
+    """Return a bit mask of 16 keys: a bit is set if the attention mask makes its key visible."""
     return greater_bitmask(mask, splat(MIN_SCORE))
 
 

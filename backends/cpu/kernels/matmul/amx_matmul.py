@@ -61,10 +61,9 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
 
 @subroutine
 def compute_expanded_matrices_per_pass(columns, terms):
-    """Return the number of matrices that are expanded together: as many as the scratch can hold.
+    """Return how many matrices of two weight groups are expanded together: as many as fit into the scratch.
 
-    A matrix has two groups of weight rows. More matrices mean that activations are loaded from distant memory less
-    often.
+    With more matrices, activations are loaded from distant memory less often.
     """
     return min(MAX_MATRICES, MAX_EXPANDED_TERMS // (terms * min(TERMS_PER_PASS // terms, columns // BLOCK_COLUMNS)))
 

@@ -79,9 +79,9 @@ def gather_activation_rows_of_slots(a, mine, chunk, stop):
 
 @subroutine
 def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
-    """Scatter the result rows of the sorted slots `chunk` to `stop`: store them as float32, and quantise them.
+    """Write the results of the sorted slots `chunk` to `stop` to the rows of their slots, as float32 and quantised.
 
-    It processes `count` columns from column `first` on.
+    It writes `count` columns from column `first` on. float32 is written only if `step` is not 0.
     """
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
     results = mine + RESULTS_OFFSET
@@ -99,7 +99,7 @@ def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
 
 @subroutine
 def zero_and_quantise_remote_expert_rows(a, mine):
-    """Zero the result rows of slots that belong to experts of other devices, as float32 and quantised."""
+    """Write zeros to the result rows of slots whose experts are on other devices, as float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:

@@ -183,15 +183,12 @@ def has_readable_float_rows(x: Operand, y: Operand) -> bool:
 
 
 def _align_leading_sizes(w: Operand, x: Operand) -> tuple[int, ...]:
-    """Return the sizes of w along the axes of x, without the last axis. 1 means that w is broadcast."""
+    """Return the sizes of w along all axes of x except the last; 1 for an axis along which w is broadcast."""
     return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
 
 
 def _choose_longest_broadcast_axis(w: Operand, x: Operand) -> int:
-    """Choose the rows of each product: the longest axis of x along which w is broadcast.
-
-    One product takes all rows along this axis.
-    """
+    """Return the index of the longest axis of x along which w is broadcast: its entries are the rows of one product."""
     leading = _align_leading_sizes(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 

@@ -184,7 +184,7 @@ def multiply_column_major_weights(a, thread, threads):
 def bind_column_major_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add a batched matmul with column-major weights, one matrix of w per matrix of x; return False if it does not fit.
 
-    With more than `MAX_LEFTOVER_ROWS` rows of x it is faster to expand the columns instead.
+    It does not fit more than `MAX_LEFTOVER_ROWS` rows of x, because expanding the columns is faster then.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
     is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS

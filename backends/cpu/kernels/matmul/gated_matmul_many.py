@@ -121,7 +121,7 @@ def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMa
 
 @subroutine
 def choose_int8_block_width(columns):
-    """Return 1, the block width of int8 dot products, because wider blocks gain nothing there.
+    """Return 1: int8 dot products process one block of weight rows per call, because more gain nothing.
 
     It is a `GatedMatmulVariant.block_width`.
     """
@@ -291,9 +291,9 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
 
 
 def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
-    """Return the padded bytes of a row of gated units in scratch, for units that are not stored as float32.
+    """Return the bytes of a scratch row of gated units that are not stored as float32, with 64 bytes of padding.
 
-    64 extra bytes spread the rows over the sets of the nearest cache.
+    The padding spreads the rows over the sets of the nearest cache.
     """
     return variant.max_block_width * BLOCK_BYTES + 64
 

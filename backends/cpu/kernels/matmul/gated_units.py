@@ -49,7 +49,7 @@ def make_gated_unit_kernel(kind: str) -> Kernel:
 
 
 def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:
-    """Split the operands of a gated unit into its kind, its gate and its other operand (up)."""
+    """Return three parts of a gated unit instruction: its kind, its gate operand and its other operand (up)."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
     x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
@@ -67,10 +67,10 @@ def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit that also quantises its result; return False if this does not apply.
+    """Add a gated unit that also quantises its result; return False if a plain gated unit should be added instead.
 
-    It does not apply if all readers use float32, or if a separate quantisation step is better. Each thread computes the
-    columns that it has of the operands. If it has none, threads share the rows.
+    That is the case if all readers use float32, or if a separate quantisation step is better. If threads wrote columns
+    of the operands, each thread continues with its columns. Otherwise threads share the rows.
     """
     (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_consumers(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):
@@ -96,7 +96,7 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
 
 
 def _make_gated_unit_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
-    """Make the thread work of the gated unit kernel; None if the kernel cannot iterate over the operands."""
+    """Make the work of one thread for the gated unit kernel; None if the kernel cannot loop over the operands."""
     operands = [*sources, to.float_rows]
     walk = make_row_walk(to.float_rows.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
     if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4, 4]:

@@ -23,10 +23,11 @@ ARGS = declare_args("ids count experts starts own every")
 
 @kernel
 def sort_slots(a, thread, threads):
-    """Sort `count` slots by expert. `ids` (int32) holds one of `every` experts per slot.
+    """Sort `count` slots by expert. `ids` (int32) holds the expert of each slot, one of `every` experts.
 
-    The device has `experts` experts, from number `own` on. `starts` receives the slots before each expert, the slots
-    before the remote experts, and the slots in all. The sorted slots follow. An invalid id stops the run.
+    The device has `experts` experts, from number `own` on. `starts` receives `experts` + 2 numbers: for each expert the
+    number of slots before it, then the number of slots before the remote experts, then `count`. The sorted slots
+    follow. An invalid id stops the run.
     """
     ids, count, experts, starts = ARGS.ids(a), ARGS.count(a), ARGS.experts(a), ARGS.starts(a)
     own, every = ARGS.own(a), ARGS.every(a)
@@ -55,7 +56,7 @@ def sort_slots(a, thread, threads):
 
 @subroutine
 def to_local_expert_index(chosen, own, experts):
-    """Return the index of expert `chosen` among the experts of this device; `experts` for an expert of another device.
+    """Return the index of expert `chosen` among the experts of this device; `experts` if another device has the expert.
 
     The device has `experts` experts, from number `own` on.
     """

@@ -50,9 +50,10 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
 def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
-    """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
+    """Make the subroutine ``(p, h, q, k) -> (codes, codes)`` that loads the weight codes of two blocks.
 
-    `p` and `q` are addresses in the first plane of codes, `h` and `k` in the second plane.
+    The codes of the first block are at `p` (first plane) and `h` (second plane), those of the second block at `q` and
+    `k`.
     """
     codes, two = form.load_codes, form.load_two_codes
     if two is None:
@@ -109,10 +110,10 @@ def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
 
 
 def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make the subroutine that adds the products of one block of a group and activation rows.
+    """Make the subroutine that adds the products of activation rows with one block of a weight group.
 
-    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. Byte `at` of the rows `r` holds the records of the
-    same columns.
+    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. Byte `at` of the rows `r` holds the activation
+    records of the same columns.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -130,7 +131,7 @@ def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for one group: add the products of an expanded block and activation rows."""
+    """Make `WeightTiling.add_block` for one group: add the products of activation rows with an expanded block."""
     add_block = make_add_block_products(form, rows)
 
     def add_expanded_block(acc, p, r, at):
@@ -142,10 +143,10 @@ def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subro
 
 
 def make_add_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make the subroutine that adds the products of the same block of two groups and activation rows.
+    """Make the subroutine that adds the products of activation rows with one block of each of two weight groups.
 
     The subroutine is ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``. `u` and `v` are the codes
-    of both groups. Rows `r` and byte `at` are as in `make_add_block_products`.
+    of both groups, for the same columns. Rows `r` and byte `at` are as in `make_add_block_products`.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -168,7 +169,7 @@ def load_two_adjacent_vectors(p):
 
 
 def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for two groups: add the products of two expanded blocks and activation rows."""
+    """Make `WeightTiling.add_block` for two groups: add products of activation rows with an expanded block of each."""
     add_two_blocks = make_add_block_products_of_two_groups(form, rows)
 
     def add_expanded_pair(acc, p, r, at):
@@ -303,11 +304,10 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 
 
 def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
-    """Make one copy of a result per thread, so that each thread computes the whole result for itself.
+    """Return scratch memory for one copy of a result per thread, so that each thread computes all of it; or None.
 
-    Returns:
-        Scratch operands with the shape of the result. None if an op other than a matmul reads the result, or if the
-        result is too large to be computed by every thread.
+    Each copy has the shape of the result. None means that an op other than a matmul reads the result, or that the
+    result is too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
@@ -321,9 +321,9 @@ def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction)
 
 
 def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
-    """Find the forms in which later ops read a result: quantised for matmuls, or float32.
+    """Find the forms in which later ops read a result: as float32, or quantised (matmuls).
 
-    The result also says whether threads share one of the matmuls.
+    The return value also says whether threads share one of these matmuls.
     """
     y, readers = call.out, call.find_readers()
     if readers is None or not y.is_dense:
@@ -337,7 +337,7 @@ def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> Re
 
 
 def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
-    """Return whether the reader `call` is a matmul that can read a copy per thread instead of the result `y`."""
+    """Return whether `call` is a matmul that can read each thread's own copy of the result `y` as activations."""
     x = call.optional_operand(1)
     if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
         return False
@@ -402,7 +402,10 @@ def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSl
 
 
 def compute_weight_strides(w: Operand) -> tuple[int, int]:
-    """Return the bytes of a weight row and of a weight matrix. A packed matrix has whole groups of rows."""
+    """Return two strides of a weight in bytes: from row to row, and from matrix to matrix.
+
+    A packed matrix has whole groups of rows.
+    """
     if w.dtype not in FORMATS:
         *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
         return stride, sum(between)

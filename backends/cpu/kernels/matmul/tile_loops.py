@@ -117,9 +117,9 @@ def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
 
 @subroutine
 def prefetch_section_to_l2(p, nbytes, parts):
-    """Prefetch one of `parts` equal sections of `nbytes` bytes to the second cache, and return the end of the section.
+    """Prefetch ``nbytes / parts`` bytes from `p` on to the L2 cache, and return the address behind them.
 
-    The section begins at `p`.
+    It prefetches one cache line more than fit into these bytes.
     """
     for _ in range(nbytes // parts // 64 + 1):
         prefetch_l2(p)
@@ -129,23 +129,20 @@ def prefetch_section_to_l2(p, nbytes, parts):
 
 @subroutine
 def compute_activation_row_of_slot(slot, slots_per_token, rows_per_token):
-    """Return the activation row that an expert slot reads.
-
-    Slot i of a token reads row ``i mod rows_per_token`` of the token.
-    """
+    """Return the activation row that an expert slot reads: row ``i mod rows_per_token`` of the token for its slot i."""
     return slot // slots_per_token * rows_per_token + slot % slots_per_token % rows_per_token
 
 
 def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
-    """Make the loop that multiplies the activation rows of the remaining slots, `rows_per_call` rows at a time.
+    """Make the loop that multiplies the activation rows of the remaining slots with weight rows.
 
     Args:
         rows_per_call: Activation rows of one call of `multiply`.
-        min_rows: Smallest number of remaining slots for which the loop goes on.
-        multiply: The product of these rows with one or two groups of weight rows.
+        min_rows: The loop ends when fewer slots are left.
+        multiply: Multiplies `rows_per_call` rows with one or two groups of weight rows.
 
     Returns:
-        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
+        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that it left out.
     """
     select_rows = make_dot_tile(rows_per_call, 1).row_addresses_by_slot
 
@@ -162,9 +159,10 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
 
 @subroutine
 def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
-    """Skip all activation rows: return `i`, the first slot that is left.
+    """Process no activation rows, and return `i`.
 
-    This loop replaces the loop over two groups on machines without registers for several rows of two groups.
+    It stands for the loop over two weight groups on machines with too few registers for that loop. The next loop then
+    processes all rows, one group at a time.
     """
     return i
 
@@ -418,7 +416,7 @@ def is_matmul_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction)
 
 
 def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
-    """Choose the result columns of each thread: whole tiles of `unit` columns. Return the bounds.
+    """Return the bounds of the result columns of each thread, in whole tiles of `unit` columns.
 
     If all threads can get the same number of whole attention heads, the bounds are at heads of the ops that read the
     result.

@@ -123,9 +123,9 @@ def quantise_activation_rows(a, thread, threads):
 
 @subroutine
 def quantise_row_to_targets(a, at, i, y, n):
-    """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
+    """Quantise row `i`, whose `n` float32 are at `y`, once for each quantised target in the kernel arguments `a`.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
+    `at` is the position of the first of `QuantisedTarget.rounding_words` in `a`.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -133,7 +133,7 @@ def quantise_row_to_targets(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, which begins at `x`, for each target in the kernel arguments.
+    """Quantise block `b` of row `i`, whose float32 are at `x`, once for each quantised target in the kernel arguments.
 
     Parameters are as in `quantise_row_to_targets`.
     """
@@ -167,7 +167,7 @@ def compute_quantised_activation_bytes(rows: int, columns: int, kind: int) -> in
 
 
 def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
-    """Return the quantised activations of each thread, and add a step that quantises them unless there is one.
+    """Return the quantised activations of each thread; append a step that computes them unless an earlier step did.
 
     `for_all` says that all threads share the matmul that reads them. Then there are three methods:
 
@@ -297,11 +297,11 @@ class ResultConsumers:
     def make_thread_target(
         self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
     ) -> QuantisedTarget:
-        """Make the target of one thread: its float32 rows and its quantised rows.
+        """Make the target of one thread: the memory of its float32 rows and of its quantised rows.
 
         Args:
-            floats: All rows as float32. None if only quantised rows are read.
-            scratch_row: Memory of one row, which all rows use without `floats`.
+            floats: All rows as float32; None if no op reads float32.
+            scratch_row: Memory of one float32 row. If `floats` is None, every row is written there before quantisation.
             records: Quantised rows for each kind of rounding.
         """
         rounding = [len(records)]
@@ -339,7 +339,7 @@ class ResultConsumers:
         return record.slice_axis(1, skipped, width)
 
     def make_scratch_row_per_thread(self, steps: StepTableBuilder) -> Sequence[Operand]:
-        """Make for each thread scratch memory of one float32 row, shaped like all rows (row stride 0)."""
+        """Make scratch memory of one float32 row for each thread, viewed as all rows of the result by row stride 0."""
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)
@@ -348,7 +348,7 @@ class ResultConsumers:
         ]
 
     def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
-        """Register the quantised rows with the step table, so that matmuls find them."""
+        """Tell the step table builder where the quantised rows of the result are, so that later matmuls use them."""
         for tensor, kind in self.quantised_tensors:
             at = self.rounding_kinds.index(kind)
             steps.register_derived_operands(("rounded", tensor, kind), [own[at] for own in records], [self.value])

@@ -38,9 +38,9 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 
 @subroutine
 def spread_7_bit_signs_to_bytes(four):
-    """Spread four fields of 7 sign bits to the four bytes of a 32-bit number.
+    """Move four adjacent 7-bit fields of sign bits to the low 7 bits of the four bytes of a 32-bit number.
 
-    The four bits above the fields become the highest bits of these bytes.
+    The four bits above the fields become the highest bits of the bytes.
     """
     fields = four & 0x7F | four << 1 & 0x7F00 | four << 2 & 0x7F0000 | four << 3 & 0x7F000000
     return fields | four >> 21 & 0x80 | four >> 14 & 0x8000 | four >> 7 & 0x800000 | four & 0x80000000
@@ -48,7 +48,7 @@ def spread_7_bit_signs_to_bytes(four):
 
 @subroutine
 def collect_highest_bits_of_bytes(v):
-    """Collect the highest bits of the four bytes of each 32-bit lane in a 4-bit number.
+    """Return in each 32-bit lane a 4-bit number: the highest bits of the lane's four bytes.
 
     A multiplication moves the bits side by side.
     """
@@ -136,9 +136,9 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Pack the float16 scale of a file block: copy it to its lane. The small scales of the type are among the signs.
+    """Copy the float16 scale of a file block to its lane; there is nothing else to pack.
 
-    It is `PackedFormat.pack_scales`.
+    It is a `PackedFormat.pack_scales`. The small scales of the type are stored among the signs.
     """
     copy_f16_to_lane(row, to, lane)
 
@@ -158,7 +158,7 @@ def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make `PackedFormat.load_scales` for small scales that are stored at the top of the bytes of signs."""
+    """Make `PackedFormat.load_scales` for small scales that are stored in the top bits of the bytes of signs."""
 
     def scales(p, b):
         small = collect_highest_bits_of_bytes(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
@@ -186,9 +186,9 @@ def load_iq3_s_scales(p, b):
 
 @subroutine
 def load_iq1_s_scales(p, b):
-    """Load the IQ1_S scales of a block from the bits below the signs of the eighths.
+    """Load the IQ1_S scales of a block, divided by 8, because codes count eighths.
 
-    The scales are divided by 8, because codes count eighths.
+    The scales are stored in the bits below the signs of the shifts by an eighth.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))
@@ -197,9 +197,10 @@ def load_iq1_s_scales(p, b):
 
 @subroutine
 def pack_iq1_m_scales(row, to, lane, s):
-    """Pack the 16 scales of 3 bits and the float16 of an IQ1_M file block: copy them to their lane.
+    """Pack the scales of an IQ1_M file block, 16 scales of 3 bits and a float16: copy them to their lane.
 
-    The order is: the float16 from the top of four numbers, two low bits of each scale, and the high bit of each scale.
+    The float16 consists of the top bits of four 16-bit numbers and comes first. Then come two low bits of each scale,
+    then the high bit of each scale.
     """
     whole, low, high = 0, 0, 0
     for j in range(4):

@@ -56,16 +56,17 @@ class CodeBook:
     zero: int
 
     def load_entry_levels(self) -> np.ndarray:
-        """Load the levels of all entries: [entries, columns of an entry].
+        """Load the code book as levels [entries, columns of an entry].
 
         A level is the position of a number in `magnitudes`.
         """
         return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
 
     def pack_entry_levels(self) -> np.ndarray:
-        """Pack the levels of each entry into two bytes: uint8 [2, entries].
+        """Return the levels of each entry, packed into two bytes: uint8 [2, entries].
 
-        A level has 2 bits, or 4 bits in entries of 4 columns.
+        A level is a position in `magnitudes`. It has 2 bits in entries of 8 columns, and 4 bits in entries of 4
+        columns.
         """
         levels = self.load_entry_levels()
         width = 16 // levels.shape[1]
@@ -127,9 +128,9 @@ def emit_byte_table_lookup(
 
 
 def emit_even_parity_bit(b: Any, signs: Any) -> Any:
-    """Emit the parity bit of signs: set bit 7 of each byte so that the number of set bits is even.
+    """Emit code that sets bit 7 of each byte of `signs` so that the number of set bits is even.
 
-    Bit 7 of the operand is ignored.
+    The old bit 7 is ignored.
     """
     known = find_supported_instruction(BIT_MATRIX_INSTRUCTIONS)
     if find_target_features().get("gfni") and known is not None:
@@ -253,7 +254,10 @@ def emit_byte_of_each_lane(b: Any, x: Any, i: int) -> Any:
 
 
 def emit_index_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
-    """Emit the high bits of indices: `width` bits of each 32-bit lane from bit `at` on, moved to bits 8 and above."""
+    """Emit code that extracts `width` bits of each 32-bit lane from bit `at` on, and moves them to bits 8 and above.
+
+    These are the high bits of code book indices.
+    """
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
 

@@ -80,9 +80,9 @@ def unpack_four_4_bit_codes_of_32(row, c, head, nbytes):
 
 @subroutine
 def unpack_four_fifth_bits(row, c, head, nbytes):
-    """Unpack the fifth bits of the codes of four columns, from 4 bytes with one bit per column.
+    """Unpack the highest bits of the 5-bit codes of four columns, from 4 bytes with one bit per column.
 
-    A multiplication moves four neighbours apart.
+    A multiplication moves the four adjacent bits apart.
     """
     four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
     return (four * 0x204081 & BIT_MASK) << 4
@@ -150,9 +150,9 @@ def pack_mxfp4_scales(row, to, lane, s):
 
 @subroutine
 def load_mxfp4_scales(p, b):
-    """Load the MXFP4 scales of a block, ``2 ** (e - 128)``: half of each scale, because the code book is doubled.
+    """Load half of the MXFP4 scales of a block, ``2 ** (e - 128)``, because the code book holds doubled values.
 
-    The two smallest scales are subnormal.
+    The two smallest results are subnormal floats.
     """
     e = load_u8_lanes(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
@@ -162,7 +162,7 @@ def load_mxfp4_scales(p, b):
 
 @subroutine
 def load_nvfp4_codes(row, c):
-    """Unpack the NVFP4 codes of four columns, 16 columns in 8 bytes. The low nibbles are the first half."""
+    """Unpack the NVFP4 codes of four columns; 16 columns are in 8 bytes, and low nibbles are the first 8 columns."""
     return load_four(row + c // 64 * 36 + 4 + c % 64 // 16 * 8 + c % 8) >> c % 16 // 8 * 4 & NIBBLE_MASK
 
 
@@ -174,9 +174,9 @@ def pack_nvfp4_scales(row, to, lane, s):
 
 @subroutine
 def e4m3_to_halved_f32(e):
-    """Return half of each 8-bit float E4M3 as float32, because the code book is doubled; NaN gives 0.
+    """Return half of each 8-bit float E4M3 as float32, as in `HALF_OF_E4M3`; NaN gives 0.
 
-    The values are `HALF_OF_E4M3`.
+    The values are halved because the code book holds doubled values.
     """
     e = and_int(e, splat_int(127))
     half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
@@ -292,7 +292,7 @@ def pack_q45_k_scales(row, to, lane, s):
 
 @subroutine
 def load_k_high_bits(at, j):
-    """Load the two high bits of the Q4_K or Q5_K scale of block `j`, and above them the high bits of the minimum."""
+    """Load the high bits of block `j` of Q4_K or Q5_K: bits 0 and 1 of the scale, bits 2 and 3 of the minimum."""
     return shift_right(load_u8_lanes(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
@@ -341,7 +341,8 @@ def load_q2_k_biases(p, b):
 def pack_q3_k_scales(row, to, lane, s):
     """Pack the 6-bit scales and the float16 of a Q3_K file block: copy them to their lane.
 
-    Low nibbles of the scales j and j + 8 share a byte; high bits of the scales j, j + 4, j + 8 and j + 12 do so, too.
+    Scales j and j + 8 share a byte for their low nibbles. Scales j, j + 4, j + 8 and j + 12 share a byte for their high
+    bits.
     """
     for j in range(8):
         store_byte(to + 16 * j + lane, load_byte(row + 96 + j))
@@ -352,9 +353,9 @@ def pack_q3_k_scales(row, to, lane, s):
 
 @subroutine
 def load_q3_k_scales(p, b):
-    """Load both Q3_K scales of a block from adjacent bytes.
+    """Load both Q3_K scales of a block from adjacent bytes: ``d * (whole - 32)`` for the float16 d.
 
-    Subtracting 32 d after the multiplication with d is exact, too.
+    It is computed as ``d * whole - 32 d``, which is exact, too.
     """
     low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
     high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))

@@ -49,10 +49,9 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 @cache
 def order_iq1_entries() -> np.ndarray:
-    """Return the entries of the IQ1 code book in an order in which each bin has at most two second halves.
+    """Return the file numbers of the IQ1 code book entries, ordered so that a bin has at most two second halves.
 
-    An entry is its number in the file. A bin is 16 consecutive entries, a second half the levels of the last four
-    columns.
+    A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry.
     """
     halves = IQ1_BOOK.pack_entry_levels()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
@@ -65,9 +64,9 @@ def order_iq1_entries() -> np.ndarray:
 
 
 def _compute_iq1_entry_numbers() -> np.ndarray:
-    """Compute the new number of each entry of `order_iq1_entries`.
+    """Compute the new number of each IQ1 entry in the order of `order_iq1_entries`.
 
-    The low 7 bits are the bin of the entry, the other bits its place in the bin.
+    The low 7 bits of a number are the bin of the entry, the other bits its place in the bin.
     """
     bins, places = np.divmod(np.arange(len(order_iq1_entries())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
@@ -92,10 +91,10 @@ def renumber_iq1_entry(b, number):
 
 
 def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each bin of IQ1 entries its first and its last second half, and the bound between them.
+    """Return three arrays by bin of IQ1 entries: its first second half, its last second half, and their bound.
 
-    A second half is the levels of the last four columns. The bound is the place in the bin where the last second half
-    begins, times 16.
+    A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry. A bin has one or
+    two different second halves. The bound is 16 times the place in the bin at which the last one begins (modulo 256).
     """
     halves = IQ1_BOOK.pack_entry_levels()[1][order_iq1_entries()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]

@@ -58,10 +58,7 @@ class PackedFormat:
 
     @property
     def code_properties(self) -> WeightCodeProperties:
-        """Properties of the weight codes that dot products need.
-
-        They are the largest code, the zero point, and whether half blocks have a scale of their own.
-        """
+        """The largest weight code, the zero point, and whether half blocks have their own scale, for dot products."""
         return WeightCodeProperties(self.max_code, self.zero_point, self.has_half_block_scales)
 
     @property
@@ -135,10 +132,9 @@ def make_pack_codes_into_bit_planes(load_four_codes: Subroutine, plane_bits: tup
 
 
 def _make_copy_code_bits_to_plane(load_four_codes: Subroutine, first: int, width: int) -> Subroutine:
-    """Make the subroutine that copies bits of 32 codes to one lane of a plane: ``(row, c, to)``.
+    """Make the subroutine ``(row, c, to)`` that copies `width` bits of each of 32 codes to one lane of a plane.
 
-    The bits are `first` to `first` + `width` of a code. The first four columns become the lowest bits of the first
-    vector.
+    The bits of a code begin at bit `first`. The first four columns become the lowest bits of the first vector.
     """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 

@@ -22,9 +22,9 @@ from .packed_format import (
 
 @subroutine
 def load_q1_0_codes(row, c):
-    """Unpack the Q1_0 codes of four columns: one bit per column.
+    """Unpack the Q1_0 codes (one bit each) of four columns to one byte each.
 
-    A multiplication moves four neighbours apart.
+    A multiplication moves the four adjacent bits apart.
     """
     return (load_byte(row + c // 128 * 18 + 2 + c % 128 // 8) >> c % 8 & 15) * 0x204081 & BIT_MASK
 
@@ -38,7 +38,7 @@ def load_q2_0_codes(row, c):
 
 @subroutine
 def unpack_base_3_digit(byte, n):
-    """Return trit `n` of a byte: digit `n` of a number to base 3, most significant first (`simd.trits`)."""
+    """Return base-3 digit (trit) number `n` of a packed byte, most significant digit first (`simd.trits`)."""
     for _ in range(n):
         byte = byte * 3 & 255
     return byte * 3 >> 8
@@ -46,9 +46,9 @@ def unpack_base_3_digit(byte, n):
 
 @subroutine
 def unpack_trit(row, c):
-    """Unpack the trit of column `c` of a TQ1_0 file block of 256 columns.
+    """Return the base-3 digit (trit) of column `c` of a TQ1_0 file block of 256 columns.
 
-    A file block has 32 bytes of 5 trits, 16 bytes of 5 trits, and 4 bytes of 4 trits.
+    A file block has 32 bytes of 5 trits, then 16 bytes of 5 trits, then 4 bytes of 4 trits.
     """
     if c < 160:
         return unpack_base_3_digit(load_byte(row + c % 32), c // 32)
@@ -59,7 +59,7 @@ def unpack_trit(row, c):
 
 @subroutine
 def replace_packed_trit(at, n, digit):
-    """Replace trit `n` of the packed byte at address `at` by `digit`."""
+    """Replace base-3 digit (trit) number `n` of the packed byte at address `at` by `digit`."""
     old, number = load_byte(at), 0
     for i in range(DIGITS):
         number = number * 3 + (digit if i == n else unpack_base_3_digit(old, i))
@@ -68,9 +68,9 @@ def replace_packed_trit(at, n, digit):
 
 @subroutine
 def pack_tq1_0_codes(row, b, first, second, lane):
-    """Pack the TQ1_0 codes of 32 columns into trits of one lane.
+    """Pack the TQ1_0 codes of 32 columns as base-3 digits (trits), five in a byte, in the bytes of one lane.
 
-    20 columns become five trits of 4 bytes each. 12 columns go to bytes that rows share.
+    The first 20 columns fill 4 bytes with five trits each. The last 12 columns go to bytes that several rows share.
     """
     for k in range(4):
         number = 0

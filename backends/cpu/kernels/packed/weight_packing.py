@@ -53,10 +53,10 @@ UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scr
 
 @cache
 def make_unpack_rows_kernel(form: PackedFormat) -> Kernel:
-    """Make the kernel that unpacks `count` rows of a packed weight by id to float32.
+    """Make the kernel that dequantises the rows of a packed weight named by `ids` (int32) to float32.
 
-    `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
-    has 1,024 bytes of scratch. An invalid id stops the run.
+    There are `count` ids. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each
+    thread has 1,024 bytes of scratch. An invalid id stops the run.
     """
     codes, scales, biases, nbytes = form.load_codes, form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes

@@ -81,13 +81,16 @@ Before `DELTAS_OFFSET` are the products of the rows of a block and four vectors,
 
 @subroutine
 def compute_delta_net_scratch_bytes(size):
-    """Return the scratch bytes of a thread for keys of `size` elements."""
+    """Return the scratch bytes that one thread of the gated delta rule needs for keys of `size` elements."""
     return DECAYS_OFFSET + (6 + BLOCK_ROWS) * 4 * size
 
 
 @subroutine
 def transpose_row_block(source, step, to, pace, rows, columns):
-    """Transpose a block of `rows` by `columns` numbers; rows are `step` bytes apart, result rows `pace` bytes."""
+    """Transpose `rows` rows of `columns` float32 from `source` to `to`.
+
+    Source rows are `step` bytes apart, result rows `pace` bytes.
+    """
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             transpose_16x16(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
@@ -95,7 +98,7 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 @cache
 def make_process_one_token(per_channel: bool) -> Subroutine:
-    """Make the subroutine that processes one token with state rows `first` to `last`.
+    """Make the subroutine that applies the gated delta rule for one token to the state rows `first` to `last`.
 
     The subroutine is ``(a, n, h, source, t, first, last, memory)``.
     """
@@ -377,7 +380,7 @@ def has_delta_net_kernel(call: BoundInstruction) -> bool:
 
 
 def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_state: Operand | None) -> None:
-    """Add the step of a gated delta rule. `saved_state` receives a copy of the old state."""
+    """Add the step of a gated delta rule; it also copies the old state to `saved_state` unless that is None."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
@@ -410,7 +413,7 @@ def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_s
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse saving a state with the gated delta rule that updates it.
+    """Fuse two instructions: the copy that saves a state, and the gated delta rule that updates this state.
 
     Each block of the state is saved while it is in the first cache.
     """

@@ -9,7 +9,11 @@ from ...simd.vectors import load_argument_word
 
 @subroutine
 def compute_head_address(a, first, n, t, h):
-    """Return the address of a head's vector; the address and three strides are the words of `a` from `first` on."""
+    """Return the address of the vector of sequence `n`, token `t` and head `h`.
+
+    In the arguments `a`, word `first` is the base address, and the next three words are the strides of n, t and h in
+    bytes.
+    """
     return (
         load_argument_word(a, first)
         + n * load_argument_word(a, first + 1)
@@ -19,7 +23,7 @@ def compute_head_address(a, first, n, t, h):
 
 
 def compute_address_and_strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """Return the address of an operand, and its bytes from sequence to sequence, token to token, head to head.
+    """Return four numbers of an operand: its address, and its strides of sequence, token and head in bytes.
 
     `axes` is the number of axes behind the sequence axis: token, head and, if it is 3, element.
     """

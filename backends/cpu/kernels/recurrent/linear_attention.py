@@ -168,7 +168,15 @@ def _make_size_args(keys: Operand, values: Operand) -> dict[str, int]:
 def _bind_key_major_scan(
     steps: StepTableBuilder, call: BoundInstruction, walked: list[Operand], bonus: Operand | None, scale: int
 ) -> bool:
-    """Add a scan with a state [key, value]; return False if kernels cannot read the operands."""
+    """Add a linear attention scan with a state [key, value]; return False if kernels cannot read the operands.
+
+    Args:
+        steps: The steps of the program.
+        call: The instruction.
+        walked: The operands with one row per token: k, v, r, fading.
+        bonus: The weight of the token itself, or None.
+        scale: The bits of the float32 factor of the output.
+    """
     k, v, r, fading = walked
     out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)

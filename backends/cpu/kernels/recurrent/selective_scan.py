@@ -108,7 +108,7 @@ def make_update_state_row(per_head: bool) -> Subroutine:
 def make_update_four_state_rows(per_head: bool) -> Subroutine:
     """Make the subroutine that updates four neighbouring state rows of one head with one token.
 
-    The rows read `b` and `c` once. Parameters are as in `make_update_state_row`.
+    It loads the vectors `b` and `c` once for all four rows. Parameters are as in `make_update_state_row`.
     """
     decay_columns = make_compute_decay_columns(per_head)
 
@@ -142,7 +142,10 @@ def make_update_four_state_rows(per_head: bool) -> Subroutine:
 
 @cache
 def make_selective_scan_kernel(per_head: bool) -> Kernel:
-    """Make the selective scan kernel (Mamba); rates are one number `per_head`, or one per column of the state."""
+    """Make the kernel of the selective scan (Mamba).
+
+    With `per_head` each head has one decay rate, otherwise each column of the state has its own.
+    """
     update_row, update_four_rows = make_update_state_row(per_head), make_update_four_state_rows(per_head)
 
     def body(a, thread, threads):

@@ -141,7 +141,7 @@ def _bind_short_convolution(steps: StepTableBuilder, call: BoundInstruction) -> 
 
 @subroutine
 def copy_float_vectors(x, y, n):
-    """Copy `n` float32, a multiple of 16, from `x` to `y`."""
+    """Copy `n` float32 from address `x` to address `y`; `n` is a multiple of 16."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
@@ -150,7 +150,7 @@ def copy_float_vectors(x, y, n):
 def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
     """Convolve tokens `first` to `last` of 16 channels with four taps, and apply SiLU.
 
-    `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
+    `old` holds the three rows before the first token, `size` numbers apart. Afterwards it holds the last three rows.
     """
     w0, w1, w2, w3 = load(w), load(w + 4 * LANES), load(w + 8 * LANES), load(w + 12 * LANES)
     k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
@@ -168,7 +168,7 @@ def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
 
 @subroutine
 def load_row_id(ids, nbytes, i):
-    """Load the id of a row, entry `i` of `ids`, which has 4 or 8 bytes."""
+    """Load entry `i` of the row ids `ids`; an id has `nbytes` bytes, 4 or 8."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
@@ -328,7 +328,10 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
 
 
 def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """Find the columns of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
+    """Return the first and the end column of ``y`` [n, t, c] that `x` shows; None if `x` is not a view of heads of y.
+
+    `x` is [n, t, heads, numbers].
+    """
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
@@ -349,7 +352,10 @@ def _require_disjoint_results(
     others: Sequence[BoundInstruction],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """Require that no result overlaps an operand or another result, and that only the norms read the normed heads."""
+    """Check that fused results overlap neither operands nor each other, and that only the norms read normed heads.
+
+    Otherwise the fusion is rejected. `normed` lists the first and the end column of the heads of each norm.
+    """
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _find_column_range(seen, y) or (0, y.shape[-1])

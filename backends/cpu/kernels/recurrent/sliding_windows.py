@@ -105,9 +105,9 @@ class SlidingWindowShape:
 
 
 def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
-    """Compute the byte offset of each entry of a grid in row-major order.
+    """Compute the byte offset of each grid point, in row-major order, from the grid's shape and element strides.
 
-    The last entry repeats until vectors are full.
+    The last offset is repeated up to a multiple of the vector length.
     """
     at = np.indices(shape).reshape(len(shape), -1)
     bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)
@@ -155,7 +155,10 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a convolution: sliding windows and their matmul with a weight. The matmul may read some of the channels."""
+    """Fuse sliding windows and their matmul with a weight into one image convolution.
+
+    The matmul may read some of the channels.
+    """
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
     require_supported(

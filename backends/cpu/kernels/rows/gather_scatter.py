@@ -113,7 +113,7 @@ def make_widen_rows_kernel(dtype: DType) -> Kernel:
 
 
 def _find_id_bytes(ids: Operand) -> int | None:
-    """Return the bytes of a row id, 4 or 8; None for strided ids or other types."""
+    """Return the bytes of one row id: 4 for int32, 8 for int64; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
@@ -215,10 +215,10 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
 def _add_save_and_set_rows(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
-    """Add the steps that save rows of a table and overwrite them. Each thread moves its columns of the rows.
+    """Add the steps that save rows of a table and then overwrite them, in which each thread moves its columns.
 
-    If threads have no columns of the new rows, the two steps are bound separately. Every thread checks all ids, so all
-    threads stop at an invalid id before a row is overwritten.
+    If threads did not split the new rows by columns, the two instructions are bound separately. Every thread checks all
+    ids, so all threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.find_column_bounds([rows]), _find_id_bytes(ids)
@@ -277,7 +277,10 @@ def _add_move_rows_step(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """Add a step that moves the rows of `moved` by ids. An invalid id stops the run."""
+    """Add a step that gathers or scatters rows by ids, and stops the run at an invalid id.
+
+    `moved` is the operand whose bytes the step moves.
+    """
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 

@@ -195,9 +195,9 @@ def _add_scaled_rms_norm(
 def _add_quantised_scaled_rms_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
 ) -> bool:
-    """Add a scaled RMS norm that also quantises its result; return False if this does not apply.
+    """Add a scaled RMS norm that also quantises its result; return False if a plain norm should be added instead.
 
-    It does not apply if all readers use float32, or if a separate quantisation step is better.
+    That is the case if all readers use float32, or if a separate quantisation step is better.
     """
     consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
     each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
@@ -228,7 +228,7 @@ def _add_quantised_scaled_rms_norm(
 def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
-    """Make the thread work of `scaled_rms_norm`; None if the operands have no walk."""
+    """Make the thread work of `scaled_rms_norm`; None if the kernel cannot loop over the rows of the operands."""
     walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None

@@ -51,7 +51,7 @@ MIN_FINITE = np.finfo(np.float32).min
 
 @subroutine
 def load_lanes_or_fill(p, c, n, otherwise):
-    """Load 16 elements of a row from column `c` on, with `otherwise` in the lanes past the end of the row."""
+    """Load up to 16 elements of a row of `n` elements from column `c` on; lanes past the end are `otherwise`."""
     if n - c >= LANES:
         return load(p + 4 * c)
     return load_first_lanes_or(p + 4 * c, n - c, splat(otherwise))
@@ -109,7 +109,10 @@ def make_row_reduction_kernel(kind: str) -> Kernel:
 
 @cache
 def make_row_accumulation_kernel(kind: str) -> Kernel:
-    """Make the kernel of running reductions of each row (cumulative sum): ``y[c] = x[0] op ... op x[c]``."""
+    """Make the kernel of running reductions along each row (such as a cumulative sum): ``y[c] = x[0] op ... op x[c]``.
+
+    `kind` names the operation.
+    """
     join, _, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
 
@@ -160,14 +163,14 @@ def softmax(a, thread, threads):
 
 @subroutine
 def load_scaled_row_tail(x, c, n, factor):
-    """Load the last elements of a row, fewer than 16, times `factor`; -inf in the lanes past the end of the row."""
+    """Load the elements of a row from column `c` to `n`, fewer than 16, times `factor`; other lanes are -inf."""
     scaled = mul(load_first_lanes_or(x + 4 * c, n - c, zeros()), factor)
     return mask_with_negative_infinity(scaled, n - c)
 
 
 @subroutine
 def is_before_in_descending_order(value, other):
-    """Return whether `value` comes before `other` in descending order, in which NaN is last."""
+    """Return whether `value` comes before `other` in a descending sort that puts NaN last."""
     return value > other or (other != other and value == value)
 
 

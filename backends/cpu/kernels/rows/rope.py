@@ -110,7 +110,8 @@ ROTATION_ARGS = make_row_args("x y", "cosines sines pairs offset rows_of_positio
 def make_rope_kernel(neighbours: bool) -> Kernel:
     """Make the RoPE kernel, which rotates the pairs of each row from element `offset` on.
 
-    A head may be split into `rows_per_head` rows; `first` is the number of the first row.
+    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. A head may be split into `rows_per_head`
+    rows; `first` is the number of the first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
@@ -140,7 +141,7 @@ SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offse
 def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
     """Make the fused kernel of RMS norm and RoPE: ``y = rotate(rms_norm(x) * w)``, from element `offset` on.
 
-    `first` is the number of the first row.
+    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. `first` is the number of the first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
@@ -234,7 +235,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a rotation over rows of `x` and `y`; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of a rotation of rows from `x` to `y`; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
@@ -262,9 +263,9 @@ def is_rope_supported(call: BoundInstruction) -> bool:
 
 
 def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
-    """Make the rotation plan of a `rope` or `rope_multi`, and add a step for its cosines and sines unless one exists.
+    """Return the rotation plan of a `rope` or `rope_multi`; append a step for cosines and sines unless there is one.
 
-    `is_rope_supported` must hold.
+    The instruction must satisfy `is_rope_supported`.
     """
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     half, mode = _int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
@@ -293,7 +294,14 @@ def _add_cos_and_sin_step(
     frequencies: tuple[npt.NDArray[Any], float],
     plane: npt.NDArray[Any],
 ) -> Sequence[Operand]:
-    """Add the step that computes cosines and sines of the positions. `plane` is the row of positions of each pair."""
+    """Add the step that computes the cosines and sines of all positions; return both tables.
+
+    Args:
+        steps: The steps of the program.
+        call: The `rope` or `rope_multi`.
+        frequencies: The frequency of each pair, and the magnitude of the rotation.
+        plane: For each pair, the number of the row of positions that it uses (`rope_multi` has several rows).
+    """
     (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional_operand(2)
     *outer, position_stride = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0
@@ -367,7 +375,7 @@ def _add_norm_and_rotation(
 
 
 def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the walk of a fused norm and rotation over rows of the operands; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of a fused norm and rotation; None if it is impossible."""
     walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 

@@ -34,13 +34,13 @@ BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed
 
 @subroutine
 def int32_bits_to_float(x):
-    """Convert int32 lanes to float32; the int32 bits are in float32 lanes."""
+    """Convert int32 to float32; `x` is a vector of type float32 whose lanes hold the bits of int32."""
     return to_float(float_to_bits(x))
 
 
 @subroutine
 def float_to_int32_bits(x):
-    """Convert float32 lanes to int32 by truncation; the int32 bits are in float32 lanes."""
+    """Truncate float32 lanes to int32, and return the int32 bits in a vector of type float32."""
     return bits_to_float(truncate_to_int(x))
 
 
@@ -84,7 +84,7 @@ def _as_float_elements(operand: Operand) -> Operand:
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a repeat: copy the operand with stride 0 along the repetitions.
+    """Add the step of a repeat: copy the operand with stride 0 along repetitions; return False if impossible.
 
     Each repeated axis of the result is split into (repetition, entry).
     """

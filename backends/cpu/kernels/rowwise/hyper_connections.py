@@ -45,9 +45,9 @@ COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:
 
 @cache
 def make_combine_residual_streams_kernel(gated: bool) -> Kernel:
-    """Make the kernel that combines residual streams to one: ``y = scale sum_h x[h] weights[h]``.
+    """Make the kernel that combines residual streams to one: ``y = scale * sum over h of x[h] * weights[h]``.
 
-    `gated` weights are logits of sigmoids per element.
+    If `gated` is true, each element has its own weight: the sigmoid of the number in `weights`.
     """
 
     def body(a, thread, threads):
@@ -74,8 +74,8 @@ def make_combine_residual_streams_kernel(gated: bool) -> Kernel:
 def make_update_residual_streams_kernel(mixes: bool) -> Kernel:
     """Make the kernel that updates residual streams: ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``.
 
-    Without `mixes`, comb is the identity. `y` may lie where `residual` does: 16 columns of all streams are copied to
-    the thread's scratch first.
+    If `mixes` is false, comb is the identity. `y` and `residual` may be the same memory, because 16 columns of all
+    streams are copied to the thread's scratch first.
     """
 
     def body(a, thread, threads):

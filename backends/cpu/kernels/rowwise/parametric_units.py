@@ -34,9 +34,9 @@ def xielu(a, thread, threads):
 
 @subroutine
 def limited_swiglu(gate, up, alpha, limit, offset):
-    """Return the SwiGLU of a limited gate and a limited up value.
+    """Return SwiGLU with limited operands, ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)``.
 
-    It is ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)`` with ``g = min(gate, limit)``.
+    The limited gate is ``g = min(gate, limit)``.
     """
     g = clamp_max(gate, limit)
     activation = div(g, add(splat(1.0), exp(sub(zeros(), mul(alpha, g)))))

@@ -66,7 +66,7 @@ def select_amx_tile_operations() -> AmxTileOperations:
 
 @subroutine
 def do_nothing(memory):
-    """Do nothing: the emulation of `configure` and `release`, because there are no tile registers."""
+    """Do nothing and return 0: it stands for `configure` and `release` where tile registers are emulated."""
     return 0
 
 

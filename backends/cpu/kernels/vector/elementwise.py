@@ -64,7 +64,7 @@ load_row_count = subroutine(lambda a: load_argument_word(a, 1) * load_argument_w
 
 
 def _make_compute_row_address(at: int) -> Subroutine:
-    """Make ``(a, i)``: compute the address of row `i` of the operand with its words in `a` from word `at` on."""
+    """Make ``(a, i)``: return the address of row `i` of an operand. Its argument words begin at word `at`."""
 
     def compute_row_address(a, i):
         outer, inner = load_argument_word(a, 2), load_argument_word(a, 3)
@@ -83,7 +83,7 @@ def _make_compute_row_address(at: int) -> Subroutine:
 
 
 def _make_load_element_step(at: int) -> Subroutine:
-    """Make ``(a)``: load the bytes from element to element of the operand with its words in `a` from word `at` on."""
+    """Make ``(a)``: return an operand's bytes from element to element. Its argument words begin at word `at`."""
 
     def load_element_step(a):
         return load_argument_word(a, at + OPERAND_WORDS - 1)
@@ -93,7 +93,7 @@ def _make_load_element_step(at: int) -> Subroutine:
 
 @subroutine
 def load_lanes(p, c, n, step):
-    """Load up to 16 elements of a float32 row from column `c` of `n` on; broadcast its one element if `step` is 0."""
+    """Load up to 16 of the `n` elements of a float32 row from column `c` on; repeat its one element if `step` is 0."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
@@ -103,7 +103,7 @@ def load_lanes(p, c, n, step):
 
 @subroutine
 def store_lanes(p, c, n, value):
-    """Store up to 16 elements of a float32 row from column `c` of `n` on."""
+    """Store up to 16 lanes to a float32 row of `n` elements, from column `c` on; lanes past its end are dropped."""
     if n - c >= LANES:
         store(p + 4 * c, value)
     else:
@@ -242,9 +242,10 @@ MAX_ROW_ELEMENTS = 2048
 def make_row_walk(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """Make the walk of a kernel over rows of `operands`, broadcast to `shape`; None if it is impossible.
+    """Make the loop arguments of a row kernel: row length, row counts, addresses, strides; None if impossible.
 
-    Axes that all operands can merge become one; `whole_rows` keeps the last one. `apart` allows strided elements.
+    Operands broadcast to `shape`. Adjacent axes merge if all operands allow it; `whole_rows` keeps the last axis.
+    `apart` allows strided elements.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
@@ -284,7 +285,7 @@ RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 
 
 def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
-    """Add the step of a kernel over rows, after copies of strided operands; return False if there is no walk."""
+    """Add a step of a row kernel; copy strided operands first; return False if it cannot loop over the rows."""
     whole = _make_row_thread_work(of, sources, out)
     if whole is None:
         dense = [_make_dense_scratch(steps, o, k) for k, o in enumerate(sources)]
@@ -309,7 +310,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
 
 
 def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
-    """Make scratch for a dense copy of `x` if its elements are strided and can be copied; otherwise return `x`."""
+    """Return scratch memory for a dense copy of strided `x`; return `x` if it is dense or cannot be copied."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
     nbytes = x.tensor.spec.nbytes
@@ -320,7 +321,7 @@ def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Ope
 
 
 def _make_strided_copy_walk(x: Operand, to: Operand) -> list[int] | None:
-    """Make the walk of `copy_strided_rows` from `x` to `to`; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of `copy_strided_rows`; None if it cannot loop over both operands."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_walk(to.shape, [x, to], apart=True)
@@ -335,7 +336,7 @@ def can_copy(x: Operand, to: Operand) -> bool:
 
 
 def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
-    """Add the step that copies strided elements to dense elements; return False if there is no walk."""
+    """Add the step that copies strided `x` to dense `to`; return False if the kernel cannot loop over both."""
     walk = _make_strided_copy_walk(x, to)
     if walk is None:
         return False
@@ -344,7 +345,7 @@ def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> 
 
 
 def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Make the walk over whole rows of `x` and `y`, after a copy of a strided `x`; return it with `x` or the copy."""
+    """Make the loop arguments over whole rows of `x` (or a dense copy) and `y`; return them and `x` or the copy."""
     for source in (x, _make_dense_scratch(steps, x, 0)):
         walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
@@ -367,7 +368,7 @@ def _make_row_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operan
 
 
 def add_unary_step(steps: StepTableBuilder, name: str, x: Operand, out: Operand) -> bool:
-    """Add the elementwise step of one of `UNARY`; return False if there is no walk."""
+    """Add the elementwise step of one of `UNARY`; return False if the kernel cannot loop over the operands."""
     of: RowKernel = (make_unary_kernel(name), UNARY_ARGS, {})
     if name == "copy" and _make_row_thread_work(of, [x], out) is None:
         return _add_strided_copy_step(steps, x, out)
@@ -375,7 +376,7 @@ def add_unary_step(steps: StepTableBuilder, name: str, x: Operand, out: Operand)
 
 
 def add_binary_step(steps: StepTableBuilder, name: str, x: Operand, z: Operand, out: Operand) -> bool:
-    """Add the elementwise step of one of `BINARY`; return False if there is no walk."""
+    """Add the elementwise step of one of `BINARY`; return False if the kernel cannot loop over the operands."""
     return add_row_step(steps, (make_binary_kernel(name), BINARY_ARGS, {}), [x, z], out)
 
 
