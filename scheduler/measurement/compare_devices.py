@@ -204,10 +204,10 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Build two graphs for the values of one portion: an observed graph and an isolated graph.
+        """Build two graphs that compute the named values: in the whole plan, and each from its operands alone.
 
-        The observed graph is the graph of the plan with these values and their operands as further outputs. The
-        isolated graph computes each value of the portion from inputs, which have the names of the operands.
+        The first graph is the graph of the plan. The named values and their operands are further outputs of it.
+        The second graph computes each named value from graph inputs. These inputs have the names of the operands.
         """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}

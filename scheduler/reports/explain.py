@@ -288,7 +288,11 @@ class TimelineReasons:
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _explain_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """Explain a compute span by the largest pinned leaf and the largest sharded leaf that it reads."""
+        """Explain why a span of nodes runs on its devices, from the weights and states that the nodes read.
+
+        The text names the largest weight or state placed on one device and the largest sharded one. If the span reads
+        neither, the text gives the reason why a node was pinned to a device, or explains the unsharded work.
+        """
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
         leaves = {find_view_base_node(s).name: find_view_base_node(s) for n in nodes for s in n.inputs}
         stored_leaves = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]

@@ -100,7 +100,14 @@ class DeviceThreads:
         self.rendezvous.abort(str(why) or type(why).__name__)
 
     def _wait_for_device(self, number: int, other: Future[None]) -> None:
-        """Wait for the end of a device; after a failure of another device, wait at most `timeout` seconds."""
+        """Wait until a device's thread ends; after a recorded failure, raise an error if it does not end in time.
+
+        Without a failure, the wait has no limit. After a failure, the limit is `timeout` seconds.
+
+        Args:
+            number: Index of the device in `devices`.
+            other: Future of the device's thread.
+        """
         while not other.done():
             failed = bool(self.failures)
             try:

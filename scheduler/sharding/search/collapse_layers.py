@@ -101,7 +101,10 @@ def _split_at_single_crossing_values(
 
 
 def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
-    """Make a key that equal sections share; names of nodes and of leaves of one section do not count."""
+    """Make a key that is equal for two layer sections with the same structure.
+
+    The key ignores the names of the section's nodes. It also ignores the names of the section's own leaves.
+    """
     number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
 

@@ -258,7 +258,8 @@ MIN_SAVED_PER_COLLECTIVE = 0.1
 
 
 def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> float:
-    """Compute the saving ratio: kernel seconds saved per second of collectives added; -1 if the factors do not pay."""
+    """Compute the kernel seconds saved per second of collectives added; return -1 if the saving is too small."""
+    # Too small: with `eager`, against the added collectives; otherwise, if the total time does not decrease.
     saved = before.compute - after.compute
     added = max(0.0, after.collectives - before.collectives)
     pays = saved > 0 and (saved > MIN_SAVED_PER_COLLECTIVE * added if eager else after.total < before.total)
