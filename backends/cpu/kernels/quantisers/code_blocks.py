@@ -74,9 +74,9 @@ CELL_COUNT = 512
 def make_cell_table(values: np.ndarray) -> np.ndarray:
     """Make a lookup table that rounds a number to the nearest value of a code book.
 
-    A cell is an interval of length 0.5 between -128 and 128. The first `CELL_COUNT` float32 entries are the nearest value
-    of each cell, and the next `CELL_COUNT` entries are its index in `values`. Of two equally near values, the first one
-    is chosen.
+    A cell is an interval of length 0.5 between -128 and 128. The first `CELL_COUNT` float32 entries are the nearest
+    value of each cell. The next `CELL_COUNT` entries are its index in `values`. Of two equally near values, the first
+    one is chosen.
 
     Args:
         values: the code book, integers from -128 to 127.
@@ -100,7 +100,7 @@ def make_fp4_table() -> np.ndarray:
 
 @subroutine
 def look_up(v, table):
-    """Look up each lane of `v` in a table of `make_cell_table`; numbers outside of its range use the first or last cell."""
+    """Look up each lane of `v` in a table of `make_cell_table`; numbers outside of the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))

@@ -105,8 +105,8 @@ def spread_one_side(limit, first, step):
 def spread_two_sides(low, high, first, step):
     """Return 16 numerators for candidate scales: `low` times 8 factors, then `high` times the same 8 factors.
 
-    The factors are ``first + step * i`` for i from 0 to 7. A numerator divided by the peak of a block is the inverse of a
-    candidate scale.
+    The factors are ``first + step * i`` for i from 0 to 7. A numerator divided by the peak of a block is the inverse of
+    a candidate scale.
     """
     limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
     return mul(limits, fma(half_numbers(), splat(step), splat(first)))
@@ -114,7 +114,7 @@ def spread_two_sides(low, high, first, step):
 
 @subroutine
 def find_peak(x, n):
-    """Return the number with the largest magnitude among `n` numbers at `x`, with its sign; the first one of equal ones."""
+    """Return the number of largest magnitude among `n` numbers at `x`, with its sign; of equal magnitudes, the first one."""
     top = zeros()
     for i in range(0, n, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))

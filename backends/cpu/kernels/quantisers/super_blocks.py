@@ -241,8 +241,8 @@ def quantise_q5_k(a, thread, threads):
 def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
     """Quantise 256 numbers with a signed scale for each block of 16 numbers.
 
-    The codes, and the integers that store the scales, go to `scratch`. Each integer is written minus `smallest`, so that
-    it is not negative.
+    The codes, and the integers that store the scales, go to `scratch`. Each integer is written minus `smallest`, so
+    that it is not negative.
 
     Args:
         x: address of the numbers.
