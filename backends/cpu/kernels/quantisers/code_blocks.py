@@ -100,7 +100,7 @@ def make_fp4_table() -> np.ndarray:
 
 @subroutine
 def look_up(v, table):
-    """Look up each lane of `v` in a table of `make_cell_table`; numbers outside of the table use its first or last cell."""
+    """Look up each lane of `v` in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))

@@ -114,7 +114,7 @@ def spread_two_sides(low, high, first, step):
 
 @subroutine
 def find_peak(x, n):
-    """Return the number of largest magnitude among `n` numbers at `x`, with its sign; of equal magnitudes, the first one."""
+    """Return the number of largest magnitude among `n` numbers at `x`, with its sign; the first of equal magnitudes."""
     top = zeros()
     for i in range(0, n, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))
