@@ -67,7 +67,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose attention into one `attention` call per token, which reads a KV cache that two row updates have filled."""
+    """Decompose attention into one `attention` call per token, over a KV cache that two row updates fill."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
     settings: dict[str, Any] = dict(attrs)
@@ -83,7 +83,7 @@ def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) 
 
 
 def _write_cache_in_two_steps(x: Value, name: str) -> Value:
-    """Write all rows of `x` [..., s, h, d] into a cache of zeros with two row updates, the later half of the rows first.
+    """Write all rows of `x` [..., s, h, d] into a cache of zeros with two row updates, the later half first.
 
     Args:
         x: keys or values.

@@ -164,7 +164,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """Check each node against its op: yield a problem for missing attributes, and for specs that the op does not infer."""
+    """Yield a problem for each node that lacks an attribute, or whose specs differ from those that its op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:

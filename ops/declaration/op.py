@@ -274,7 +274,10 @@ class Op(Generic[R]):
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Return whether the first `count` axes of operand number `operand` are the first axes of the result, index by index."""
+        """Return whether the first `count` axes of an operand (given by its index) are the first axes of the result.
+
+        Then they also have equal indices.
+        """
         source = specs[operand]
         if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
             return False

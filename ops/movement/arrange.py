@@ -231,7 +231,7 @@ def _link_filled_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]
 
 
 def _count_region_traffic_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
-    """Return the bytes that an in-place write of `b` to a region of `a` moves: twice the bytes of `b`, to read and to write."""
+    """Return the bytes that an in-place write of `b` to a region of `a` moves: `b` is read and written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
 
