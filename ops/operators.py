@@ -175,7 +175,16 @@ def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool
 
 
 def _compute_broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the common shape to which the shapes `one` and `two` broadcast; `what` begins the message of an error."""
+    """Return the shape to which shapes `one` and `two` broadcast.
+
+    Args:
+        what: the expression, for the error message.
+        one: shape of one side.
+        two: shape of the other side.
+
+    Raises:
+        GraphError: the shapes do not broadcast.
+    """
     try:
         return tuple(np.broadcast_shapes(one, two))
     except ValueError:

@@ -274,9 +274,9 @@ class Op(Generic[R]):
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand (given by its index) are the first axes of the result.
+        """Return whether the first `count` axes of an operand are also the first axes of the result, index by index.
 
-        Then they also have equal indices.
+        `operand` is the index of the operand.
         """
         source = specs[operand]
         if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
