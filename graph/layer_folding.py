@@ -90,8 +90,7 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
 
     A section is a range of nodes between points that only one value crosses. A layer is one repetition of the shortest
     sequence of sections whose ops repeat. The sections between two layers count as a layer too. Sections of one node
-    are
-    ignored, because the last layer of a model may select rows in its middle.
+    are ignored, because the last layer of a model may select rows in its middle.
     """
     nodes = _order_computed_nodes_for_folding(graph)
     spans = find_live_spans(graph, nodes)
@@ -176,7 +175,7 @@ def _order_computed_nodes_for_folding(graph: Graph) -> list[Node]:
 
 
 def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
-    """Return the computed nodes in topological order, in which the nodes `early` count as computed before all others."""
+    """Return the computed nodes in topological order, as if the nodes `early` were computed before all others."""
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_iterate_deepest_operand_first(graph, early)):
         position[node] = (at, -1)

@@ -39,15 +39,13 @@ CHUNK_SUFFIX = re.compile(r"\.chunk\.\d+\Z", re.ASCII)
 class RepeatedRuns:
     """The adjacent repetitions of equal structure in a graph, such as the layers of a model.
 
-    There are `count` repetitions of `length` nodes each. The first one begins at node number `start`; the nodes
-    before it
-    are the preamble.
+    There are `count` repetitions of `length` nodes each. The first one begins at node number `start`; the nodes before
+    it are the preamble.
 
     A node may read values of its own repetition and of the preamble. It may also read carried values, which the
-    previous
-    repetition computes, such as the residual stream. `carried_positions` has their node positions within a repetition.
-    The first repetition reads the last nodes of the preamble in their place. Nodes after the last repetition read its
-    carried values.
+    previous repetition computes, such as the residual stream. `carried_positions` has their node positions within a
+    repetition. The first repetition reads the last nodes of the preamble in their place. Nodes after the last
+    repetition read its carried values.
     """
 
     start: int
@@ -56,7 +54,7 @@ class RepeatedRuns:
     carried_positions: frozenset[int]
 
     def repetition_of(self, node_number: int) -> int:
-        """Return the repetition number of a node: `PREAMBLE` before the first repetition, and `count` after the last one."""
+        """Return the repetition number of a node: `PREAMBLE` before all repetitions, and `count` after all of them."""
         return (
             min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
             if node_number >= self.start
@@ -67,8 +65,7 @@ class RepeatedRuns:
         """Return the number of the first node of a repetition.
 
         For `PREAMBLE` it is the number ``start - length``. From there on, nodes of the preamble may stand for the
-        carried
-        values that the first repetition reads.
+        carried values that the first repetition reads.
         """
         return self.start + repetition * self.length
 
@@ -90,7 +87,7 @@ class RepeatedRuns:
 
 
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
-    """Find the adjacent repetitions of equal structure that cover the most nodes of a graph; None if there are fewer than 3."""
+    """Find the adjacent repetitions of equal structure with the most nodes; None if there are fewer than three."""
     kinds: dict[object, int] = {}
     nodes = order_updates_after_operands(graph)
     keys = [kinds.setdefault((n.op, make_attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
@@ -133,8 +130,7 @@ def _find_longest_periodic_range(keys: npt.NDArray[np.int64]) -> tuple[int, int,
 
     Returns:
         The tuple (length, first, last). `length` is the period in nodes, 0 if there is no such range. `first` is the
-        first
-        node. `last` is the end of the nodes that have an equal node one period later.
+        first node. `last` is the end of the nodes that have an equal node one period later.
     """
     best, found = 0, (0, 0, 0)
     for length in range(1, min(len(keys) // 3, MAX_REPETITION_NODES) + 1):
@@ -257,10 +253,8 @@ class ShortenedGraph:
     """A deep graph, and its short form with the first `short_count` repetitions only.
 
     The planner works on the short graph in place of the deep one. Repetition r of the deep graph corresponds to
-    repetition
-    ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short graph are
-    their
-    numbers.
+    repetition ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short
+    graph are their numbers.
     """
 
     deep_graph: Graph
@@ -346,10 +340,8 @@ class DeviceRepetitions:
         """Return, for each node in the graph of a device, the repetition of the short graph that it belongs to.
 
         A name with a suffix belongs to a layout conversion or an overlap chunk. The conversion of a carried value
-        belongs to
-        the repetition that reads the value. An overlap chunk (one part of a node that overlaps with communication)
-        belongs to
-        the repetition of its node, because further chunks follow.
+        belongs to the repetition that reads the value. An overlap chunk (one part of a node that overlaps with
+        communication) belongs to the repetition of its node, because further chunks follow.
         """
         runs = self.shortened.short_repetitions
         first_read: dict[Node, int] = {}

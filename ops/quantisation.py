@@ -80,8 +80,7 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
     """Convert an array from the storage format of `dtype` to numbers.
 
     Stored arrays are bytes of quantised blocks, uint16 bits of bf16, or plain numbers. An array with another NumPy
-    dtype
-    than ``dtype.storage`` contains numbers already and is returned unchanged.
+    dtype than ``dtype.storage`` contains numbers already and is returned unchanged.
     """
     if array.dtype != dtype.storage:
         return array

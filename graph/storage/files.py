@@ -24,8 +24,7 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
     """Open a temporary file that takes the place of `path` when the context ends without an error.
 
     After an error `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a
-    device
-    such as /dev/null is written directly.
+    device such as /dev/null is written directly.
 
     Args:
         path: The file to write.
@@ -90,9 +89,8 @@ def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | 
     Raises `OSError`.
 
     Returns:
-        The resolved path and the status of the file. The path is None for a pipe, a device, or a deleted file behind
-        a link
-        such as /dev/stdout. The status is None if no file exists.
+        The resolved path and the status of the file. The path is None for a pipe, a device, or a deleted file behind a
+        link such as /dev/stdout. The status is None if no file exists.
     """
     target = os.path.realpath(path)
     try:

@@ -96,8 +96,7 @@ class Operand:
     """The declaration of one operand or result in a signature.
 
     `dims` are its axes after the leading axes. A result has no name. If `dtypes` of a result is empty, the result has
-    the
-    dtype of operand `dtype_of`, or of the first operand if `dtype_of` is empty.
+    the dtype of operand `dtype_of`, or of the first operand if `dtype_of` is empty.
     """
 
     name: str

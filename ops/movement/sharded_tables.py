@@ -54,8 +54,7 @@ def check_row_range(first: int, total: int, count: int) -> str | None:
     """Return an error message if the shard of `count` rows from row `first` on exceeds the table, otherwise None.
 
     `total` is the number of rows of the complete table. With 0 there is no shard: the operand is the complete table,
-    and
-    `first` must be 0.
+    and `first` must be 0.
     """
     if total == first == 0 or (total > 0 and 0 <= first <= total - count):
         return None
