@@ -27,8 +27,7 @@ class StepError(BackendError):
         node: The name of the node that the instruction computes.
         device: The name of the device.
         finished_instructions: The number of instructions that the device had finished. A device that does not follow
-            the
-            order of its program gives the positions of the finished instructions instead.
+            the order of its program gives the positions of the finished instructions instead.
         reason: The problem.
     """
 

@@ -129,8 +129,7 @@ def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, in
 
     Yields:
         Triples (start, length, count): the sequence of `length` items at index `start` occurs `count` times in a row.
-        The
-        count is 1 for items that do not repeat.
+        The count is 1 for items that do not repeat.
     """
     numbers: dict[object, int] = {}
     keys = [numbers.setdefault(item, len(numbers)) for item in items]

@@ -134,8 +134,7 @@ def find_storage_kind(value: Value) -> str:
 
     Returns:
         For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. For the result of an op that replaced
-        entries
-        of a state also ``state``, because both may share memory. For all other values ``value``.
+        entries of a state also ``state``, because both may share memory. For all other values ``value``.
     """
     node = value.node
     if node.is_leaf:

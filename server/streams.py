@@ -112,7 +112,7 @@ class ChoiceTextBuffer:
         """Tokens with the positions of their first and behind their last character."""
 
     def feed(self, event: TokenEvent) -> TextUpdate | None:
-        """Add a token, and return the text in which no stop string can begin any more; None if there is no such text."""
+        """Add a token, and return the text in which no stop string can begin any more; None if there is none."""
         if self.stop_string:
             return None
         self.token_count += 1

@@ -39,7 +39,7 @@ def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict
 
 
 def list_search_reasons_by_node(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
-    """For each node with a sharded value, list the reasons why the search sharded it, as indices of ``plan.reasons``."""
+    """Map each node with a sharded value to the reasons why the search sharded it, as indices of ``plan.reasons``."""
     sharded_factors = factors_from_positions(plan.graph, factors, plan.sharded_factors)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
     reason_numbers: dict[Factor, int] = {}

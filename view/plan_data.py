@@ -154,8 +154,7 @@ class PlanData:
 
         Returns:
             The tuple (node, only_converts). The node is None if there is none. `only_converts` is True if the
-            instruction
-            converts the value of the node but does not compute it.
+            instruction converts the value of the node but does not compute it.
         """
         device_plan = self.plan.device_plans[self.first[number]]
         i = device_plan.program.instructions[at]

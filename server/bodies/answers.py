@@ -203,7 +203,7 @@ class AnswerParser:
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _parse_complete_call(self, text: str) -> list[Delta]:
-        """Parse a tool call that has arrived completely, in JSON or XML form; a text that is no tool call gives content.
+        """Parse a tool call that has arrived completely, in JSON or XML form; any other text gives content.
 
         An incomplete call gives nothing if the whole answer must be a call.
         """
