@@ -31,7 +31,7 @@ AxisEntries = tuple[int, Array]
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of several smaller runs into which a metamorphic check splits a case; together they must give the whole result.
+    """One of the smaller runs into which a metamorphic check splits a case; together they give the whole result.
 
     - `case`: the smaller case.
     - `reads`: for each split operand, the axis and the indices of the entries that this run reads.

@@ -56,7 +56,7 @@ class TensorConversion:
 
     - `tensor`: the tensor of the model.
     - `required`: the dtype that the request asks for.
-    - `dtype`: the dtype that it gets. It differs if the rows are no whole number of blocks of `required`.
+    - `dtype`: the dtype that it gets. It differs if the rows of the tensor do not fit `required`.
     """
 
     tensor: Tensor
@@ -98,7 +98,7 @@ class ConversionPlan:
         return sum(c.tensor.nbytes for c in self.conversions)
 
     def list_unfitting(self) -> list[TensorConversion]:
-        """Return the conversions that get another dtype than required, because their rows are no whole number of blocks."""
+        """Return the conversions that cannot get the required dtype because of the shape of the tensor."""
         return [c for c in self.conversions if c.dtype is not c.required]
 
     def list_without_importance(self) -> list[TensorConversion]:
@@ -148,9 +148,9 @@ def plan_conversion(
 
 
 def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
-    """Return the facts about a model that the choice of dtypes needs.
+    """Return the facts about a model that the mixture rules read.
 
-    Missing metadata mean a simple model, for example one without experts.
+    Missing metadata give the facts of a simple model.
     """
     architecture = model.get("general.architecture", str, "")
     layers = model.get(f"{architecture}.block_count", int, 0)
@@ -165,7 +165,10 @@ def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
 
 
 def _read_first(model: Gguf, key: str) -> int | None:
-    """Return an integer of the metadata; of a list with a value per layer, the first value. None if the key is missing."""
+    """Return an integer of the metadata; None if the key is missing.
+
+    Of a list with one value per layer, the first value is returned.
+    """
     return model.read_per_layer(key, int, 1)[0] if key in model.metadata else None
 
 
@@ -217,7 +220,7 @@ def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
 
 
 def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
-    """Return the metadata pairs of the first written file: those of the model, updated with facts about this conversion."""
+    """Return the metadata pairs of the first written file: those of the model, with facts of this conversion."""
     pairs = {k: v for k, v in read_encoded_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")}
     values: list[tuple[str, MetadataType, int | str]] = [
         ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),
@@ -245,7 +248,7 @@ def _make_split_pairs(number: int, count: int, tensors: int) -> dict[str, bytes]
 def _convert(
     c: TensorConversion, importance: ImportanceMatrix | None, pool: ThreadPoolExecutor, threads: int, report: Progress
 ) -> Iterator[np.ndarray]:
-    """Yield the stored elements of a converted tensor in parts; worker threads convert the next parts in the meantime."""
+    """Yield the stored elements of a converted tensor in parts; threads convert the next parts meanwhile."""
     raw = c.tensor.raw
     columns = importance.find(c.tensor) if importance is not None else None
     width, matrix_rows = c.tensor.shape[-1], c.tensor.shape[-2] if len(c.tensor.shape) > 1 else 1
@@ -270,7 +273,11 @@ def _take_first(waiting: deque[tuple[int, Future[np.ndarray]]], report: Progress
 
 
 def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances | None) -> np.ndarray:
-    """Convert rows to the storage format of the new dtype; raise `ModelError` for a value that the dtype cannot hold."""
+    """Convert rows to the storage format of the new dtype.
+
+    Raises:
+        ModelError: The dtype cannot hold a value.
+    """
     if c.dtype is c.tensor.dtype:
         return np.ascontiguousarray(rows)
     x = dequantise(rows, c.tensor.dtype)

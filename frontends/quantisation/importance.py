@@ -25,7 +25,7 @@ SUMS_SUFFIX, COUNTS_SUFFIX = ".in_sum2", ".counts"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceMatrix:
-    """How much each column of each weight matters for the error of a quantisation, as measured by llama.cpp.
+    """How much each column of each weight matters for the error of a quantisation.
 
     It has importances by the name of the weight, float32 [matrices, columns], and facts for the metadata of files.
     """

@@ -102,7 +102,7 @@ class Shaped(Protocol):
 class ModelFacts:
     """The facts about a model that mixture rules read.
 
-    `query_groups` is the number of query heads for each key head, or 0 if it is not known.
+    `query_groups` is the number of query heads for each key head, or 0.
     """
 
     architecture: str
@@ -259,14 +259,14 @@ class _Mixture:
         return default
 
     def _mix_output(self, tensor: Shaped, default: DType) -> DType:
-        """Return the dtype of the output matrix, or of the token embedding if the model uses it as the output matrix."""
+        """Return the dtype of the output matrix, or of a token embedding that is also the output matrix."""
         if self.request.output_dtype is not None:
             return self.request.output_dtype
         has_8_bits = self.facts.architecture == "falcon" or tensor.shape[-1] % default.block
         return DType.Q8_0 if has_8_bits or default in (DType.Q8_0, DType.MXFP4) else DType.Q6_K
 
     def _mix_value(self, kind: str, default: DType) -> DType:
-        """Return the dtype of an attention value matrix; it is small and important, so it often gets more bits."""
+        """Return the dtype of an attention value matrix, which is small and matters much for the error."""
         number, self.seen["value"] = self.seen["value"], self.seen["value"] + 1
         is_grouped, dtype = self.facts.query_groups >= 4, default
         if kind == "Q2_K":

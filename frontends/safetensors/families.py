@@ -31,7 +31,7 @@ LAYER_NAME = re.compile(r"model\.layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class FolderFamily:
-    """A family of Hugging Face model folders, such as Llama: how its tensors and hyperparameters translate to GGUF."""
+    """The properties in which one family of Hugging Face model folders differs from others, such as Llama from Qwen."""
 
     architecture: str
     """Value of ``general.architecture``."""
@@ -97,7 +97,11 @@ FAMILIES = {
 
 
 def choose_family(config: JsonObject) -> FolderFamily:
-    """Return the family of a model folder from its ``config.json``; raise `ModelError` for one that is not supported."""
+    """Return the family of a model folder from its ``config.json``.
+
+    Raises:
+        ModelError: The family is not supported.
+    """
     kind = config.get_text("model_type", "")
     if kind not in FAMILIES:
         raise config.make_error(

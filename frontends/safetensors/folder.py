@@ -122,7 +122,7 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
 
 
 def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, name: str) -> Tensor:
-    """Rename a tensor, and derive the elements that its architecture needs in GGUF, such as reordered rows."""
+    """Rename a tensor of the file, and derive the elements that its architecture needs in GGUF."""
     part = name.split(".")[-2]
     heads = 0
     if family.permutes_rows and part in ("attn_q", "attn_k"):
