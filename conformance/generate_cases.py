@@ -74,7 +74,7 @@ def generate_full_cases(op: Op) -> tuple[Case, ...]:
 
 @lru_cache(maxsize=256)
 def select_quick_cases(op: Op) -> tuple[Case, ...]:
-    """Select cases of the full run with every dtype, layout, input kind, attribute value and metamorphic check.
+    """Select few cases of the full run that still cover every dtype, layout, input kind, attribute value and check.
 
     Nearly every pair of these that occurs in the full run also occurs in the selection.
     """
@@ -120,7 +120,10 @@ def _list_case_operand_traits(case: Case) -> tuple[tuple[object, ...], ...]:
 
 
 def _list_single_traits(case: Case) -> set[object]:
-    """Return the single traits of a case, which the quick run covers first; for a metamorphic check only its name."""
+    """Return the single traits of a case, which the quick run covers first.
+
+    A trait is a property that a fault may depend on, such as a dtype. A metamorphic check has only its name as a trait.
+    """
     if case.check != "reference":
         return {("check", case.check)}
     return {*_list_case_operand_traits(case), *_list_shape_traits(case.operands), (case.layout, case.inputs)}
@@ -134,7 +137,7 @@ def _list_layout_dtype_traits(case: Case) -> set[object]:
 
 
 def _list_trait_pairs(case: Case) -> set[object]:
-    """Return the pairs of traits of a case, which the quick run covers last."""
+    """Return all pairs of traits of a case; the quick run covers pairs after all single traits."""
     traits = _list_case_operand_traits(case)
     attrs = [t for t in traits if t[0] in ("attr", "default")]
     if case.check != "reference":

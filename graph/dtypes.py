@@ -24,10 +24,11 @@ class DTypeMeta(EnumType):
 
 
 class DType(Enum, metaclass=DTypeMeta):
-    """A GGML data type. Its blocks of `block` elements along the last axis occupy `block_bytes` bytes each.
+    """A data type of tensor elements, with the memory formats of GGML.
 
-    `storage` is the NumPy dtype of the memory. NumPy has no bf16 and no quantised types: ``uint16`` has the bits of
-    ``bf16``, and ``uint8`` has the bytes of quantised blocks.
+    Elements are stored in blocks: `block` neighbours along the last axis occupy `block_bytes` bytes. Types without
+    quantisation have blocks of one element. `storage` is the NumPy dtype of the memory. NumPy has no bf16 and no
+    quantised types: ``uint16`` has the bits of ``bf16``, and ``uint8`` has the bytes of quantised blocks.
     """
 
     F32 = ("f32", 0, 1, 4, "<f4")

@@ -21,13 +21,13 @@ class BackendError(HocketError):
 
 
 class StepError(BackendError):
-    """An error in one step of a device, which is one instruction; the message names the node and the device.
+    """An error in one instruction of a device program; the message names the node and the device.
 
     Args:
         node: The name of the node that the instruction computes.
         device: The name of the device.
-        finished_instructions: The number of instructions that the device had finished. A device that runs
-            instructions in another order than its program gives the positions of the finished instructions.
+        finished_instructions: The number of instructions that the device had finished. A device that does not follow
+            the order of its program gives the positions of the finished instructions instead.
         reason: The problem.
     """
 

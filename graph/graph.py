@@ -159,7 +159,7 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
 
 
 def order_updates_after_operands(graph: Graph, early_nodes: Container[Node] = ()) -> tuple[Node, ...]:
-    """Return all nodes, operands before users, with the nodes for state updates directly after their last operand.
+    """Return all nodes in topological order; a node that computes a state update directly follows its last operand.
 
     Args:
         graph: The graph.

@@ -49,9 +49,9 @@ class NodeBlock:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedGroup:
-    """A group of adjacent repetitions of one structure, such as the layers of a model.
+    """A group of adjacent repetitions of equal structure, such as the layers of a model.
 
-    ``repetitions[i]`` has the blocks and inner groups of repetition i.
+    ``repetitions[i]`` has the blocks of repetition i, and inner groups if a part of it repeats again.
     """
 
     repetitions: tuple[tuple[Item, ...], ...]
@@ -86,10 +86,11 @@ def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
 
 
 def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
-    """Find the layers of a graph, and return the computed nodes of each layer in order.
+    """Find the layers of a model in its graph, and return the computed nodes of each layer in order.
 
-    A layer is the shortest sequence of sections with repeated ops. The sections between two layers are a layer too.
-    Sections of one node do not count, because the last layer of a model may select rows in its middle.
+    A section is a range of nodes between points that only one value crosses. A layer is one repetition of the shortest
+    sequence of sections whose ops repeat. The sections between two layers count as a layer too. Sections of one node
+    are ignored, because the last layer of a model may select rows in its middle.
     """
     nodes = _order_computed_nodes_for_folding(graph)
     spans = find_live_spans(graph, nodes)
@@ -106,9 +107,10 @@ def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
 
 
 def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
-    """Yield the sections of each layer, which is one repetition of the innermost repeated sequence.
+    """Yield the sections of each layer; a layer is one repetition of the innermost repeated sequence of sections.
 
-    A single section that occurs only twice is not a layer, because a decoder layer may have two attentions.
+    A single section that occurs only twice is not a layer, because a decoder layer may have two attentions. Unrepeated
+    sections between two layers are yielded as a layer.
     """
     unrepeated: list[Sequence[Node]] = []
     for start, length, count in find_adjacent_repetitions([tuple(n.op for n in section) for section in sections]):
@@ -123,10 +125,11 @@ def _iterate_layer_sections(sections: Sequence[Sequence[Node]]) -> Iterator[Sequ
 
 
 def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
-    """Divide `items` into adjacent repetitions: yield triples (start, length, count) that cover all items.
+    """Divide `items` into runs of adjacent repetitions, from the first item to the last.
 
-    A triple means that the `length` items from `start` on occur `count` times in a row. The count is 1 without a
-    repetition.
+    Yields:
+        Triples (start, length, count): the sequence of `length` items at index `start` occurs `count` times in a row.
+        The count is 1 for items that do not repeat.
     """
     numbers: dict[object, int] = {}
     keys = [numbers.setdefault(item, len(numbers)) for item in items]
@@ -145,7 +148,12 @@ def find_adjacent_repetitions(items: Sequence[object]) -> Iterator[tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """A section of the node order: the nodes between two split points, their structural key, and the first position."""
+    """A section: the nodes between two adjacent split points of the node order.
+
+    - `nodes`: the nodes.
+    - `structure`: the structural key, equal for repetitions of one structure.
+    - `start`: the position of the first node in the order.
+    """
 
     nodes: Sequence[Node]
     structure: object
@@ -166,7 +174,7 @@ def _order_computed_nodes_for_folding(graph: Graph) -> list[Node]:
 
 
 def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
-    """Order the computed nodes, operands before users, as if the results of the nodes `early` existed at the start."""
+    """Return the computed nodes in topological order, as if the nodes `early` were computed before all others."""
     position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_iterate_deepest_operand_first(graph, early)):
         position[node] = (at, -1)
@@ -178,8 +186,8 @@ def _order_operands_before_users(graph: Graph, early: Set[Node]) -> list[Node]:
 def _iterate_deepest_operand_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
     """Yield the nodes that the outputs need, operands before users; the operand with the deepest subgraph comes first.
 
-    Therefore a whole encoder comes before its decoder. The nodes `early` have depth 0: the first layer of a decoder
-    computes its own values before it reads the encoder.
+    Therefore a whole encoder comes before its decoder. The nodes `early` count as depth 0. So the first layer of a
+    decoder computes its own values before it reads the encoder.
     """
     depth: dict[Node, int] = {}
     for node in graph.nodes:
@@ -214,7 +222,7 @@ def find_live_spans(graph: Graph, nodes: Sequence[Node]) -> Spans:
 
 
 def _count_crossing_values(points: int, spans: Spans) -> list[int]:
-    """Count the live values that cross each point between two nodes.
+    """Count, at each point between two adjacent nodes, the values that are computed before and read after it.
 
     Args:
         points: The number of nodes.
@@ -240,9 +248,9 @@ def _split_where_one_value_crosses(nodes: Sequence[Node], spans: Spans, long_liv
 
 
 class _StructuralKeys:
-    """The structural key of each section. Sections with equal keys are repetitions of one structure.
+    """Computes a hashable structural key for each section; sections with equal keys are repetitions of one structure.
 
-    A key has everything except names of nodes, and names of leaves that only one section reads.
+    A key has all properties of the nodes except their names and the names of leaves that only this section reads.
     """
 
     def __init__(self, graph: Graph, sections: Sequence[Sequence[Node]], long_lived: frozenset[Value]) -> None:

@@ -78,7 +78,7 @@ def _compile_method(cls: type, name: str, frozen: bool) -> Any:
 
 
 def _copy_field_declaration(field: dataclasses.Field[Any]) -> Any:
-    """Return a new field declaration with the options of a field, such as its default."""
+    """Return a new `dataclasses.field` with the options of an existing field, such as its default."""
     names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 

@@ -37,11 +37,15 @@ CHUNK_SUFFIX = re.compile(r"\.chunk\.\d+\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRuns:
-    """Repeated runs of nodes in a graph: `count` adjacent repetitions of `length` nodes from node number `start` on.
+    """The adjacent repetitions of equal structure in a graph, such as the layers of a model.
 
-    A node reads values of its own repetition, of the preamble, and carried values of the previous repetition, at the
-    positions `carried_positions`. For the first repetition, the last nodes of the preamble take these positions. Nodes
-    after the last repetition read its carried values.
+    There are `count` repetitions of `length` nodes each. The first one begins at node number `start`; the nodes before
+    it are the preamble.
+
+    A node may read values of its own repetition and of the preamble. It may also read carried values, which the
+    previous repetition computes, such as the residual stream. `carried_positions` has their node positions within a
+    repetition. The first repetition reads the last nodes of the preamble in their place. Nodes after the last
+    repetition read its carried values.
     """
 
     start: int
@@ -50,7 +54,7 @@ class RepeatedRuns:
     carried_positions: frozenset[int]
 
     def repetition_of(self, node_number: int) -> int:
-        """Return the repetition of a node number: `PREAMBLE` before all repetitions, and `count` after all of them."""
+        """Return the repetition number of a node: `PREAMBLE` before all repetitions, and `count` after all of them."""
         return (
             min(max((node_number - self.start) // self.length, PREAMBLE), self.count)
             if node_number >= self.start
@@ -60,32 +64,30 @@ class RepeatedRuns:
     def first_node_of(self, repetition: int) -> int:
         """Return the number of the first node of a repetition.
 
-        For the repetition `PREAMBLE`, the result is the first of the nodes that carry values into the first repetition.
+        For `PREAMBLE` it is the number ``start - length``. From there on, nodes of the preamble may stand for the
+        carried values that the first repetition reads.
         """
         return self.start + repetition * self.length
 
     def drop_first(self) -> RepeatedRuns:
-        """Return the repetitions without the first one, which becomes a part of the preamble."""
+        """Return these runs without the first repetition, whose nodes become a part of the preamble."""
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def drop_last(self) -> RepeatedRuns:
-        """Return the repetitions without the last one.
-
-        Then all readers of carried values have equal structure.
-        """
+        """Return these runs without the last repetition, so that all readers of carried values have equal structure."""
         return RepeatedRuns(self.start, self.length, self.count - 1, self.carried_positions)
 
     def find_carried_position(self, node_number: int, reader_repetition: int) -> int | None:
-        """Find the position of a carried value, which a node has as an operand of repetition `reader_repetition`.
+        """Return the position in its repetition of a carried value that repetition `reader_repetition` reads.
 
-        The result is None if the node is not one of the carried values of the previous repetition.
+        The result is None if node `node_number` computes no carried value of the previous repetition.
         """
         position = node_number - self.first_node_of(reader_repetition - 1)
         return position if 0 <= position < self.length and position in self.carried_positions else None
 
 
 def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
-    """Find repeated runs of nodes: the adjacent repetitions with the most nodes. Returns None for fewer than three."""
+    """Find the adjacent repetitions of equal structure with the most nodes; None if there are fewer than three."""
     kinds: dict[object, int] = {}
     nodes = order_updates_after_operands(graph)
     keys = [kinds.setdefault((n.op, make_attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
@@ -124,10 +126,11 @@ def _list_present_operands(line: Sequence[tuple[int, int] | None]) -> list[int]:
 
 
 def _find_longest_periodic_range(keys: npt.NDArray[np.int64]) -> tuple[int, int, int]:
-    """Find the longest periodic range, in which each node has the same key as the node `length` positions later.
+    """Find the longest range of nodes in which each node has the same key as the node one period later.
 
     Returns:
-        The tuple (length, first, last). The length is 0 if there is no such range.
+        The tuple (length, first, last). `length` is the period in nodes, 0 if there is no such range. `first` is the
+        first node. `last` is the end of the nodes that have an equal node one period later.
     """
     best, found = 0, (0, 0, 0)
     for length in range(1, min(len(keys) // 3, MAX_REPETITION_NODES) + 1):
@@ -142,7 +145,7 @@ def _find_longest_periodic_range(keys: npt.NDArray[np.int64]) -> tuple[int, int,
 def _pair_operands_one_period_apart(
     reads: Sequence[Sequence[tuple[int, int] | None]], i: int, length: int
 ) -> Iterator[tuple[int, int]]:
-    """Pair each operand of node `i` with the same operand one period later, and yield the numbers of both nodes.
+    """Yield pairs of node numbers: an operand of node `i`, and the same operand of the node one period after `i`.
 
     Args:
         reads: The node number and the result index of each operand of each node.
@@ -157,7 +160,19 @@ def _pair_operands_one_period_apart(
 def _find_largest_consistent_range(
     reads: Sequence[Sequence[tuple[int, int] | None]], length: int, first: int, last: int
 ) -> tuple[int, int]:
-    """Find the largest part of a range in which the operands also repeat, or are shared by all repetitions."""
+    """Shorten a periodic range to the largest part in which operands repeat as well.
+
+    An operand repeats if it is one period later too, or if it is the same value in all repetitions.
+
+    Args:
+        reads: The node number and the result index of each operand of each node.
+        length: The period, in nodes.
+        first: The first node of the range.
+        last: The end of the nodes that have an equal node one period later.
+
+    Returns:
+        The new values of `first` and `last`.
+    """
 
     def is_consistent(i: int) -> bool:
         pairs = zip(reads[i], reads[i + length], strict=True)
@@ -176,7 +191,14 @@ def _find_largest_consistent_range(
 
 
 def _find_narrowest_repetition_start(spans: Sequence[tuple[int, int]], length: int, first: int, last: int) -> int:
-    """Find the start of the first repetition at which the fewest values cross from one repetition to the next."""
+    """Choose the node at which repetitions begin, so that the fewest values cross from one repetition to the next.
+
+    Args:
+        spans: Pairs of a node and a node that reads it.
+        length: The period, in nodes.
+        first: The first node of the periodic range.
+        last: The end of the nodes that have an equal node one period later.
+    """
     crossing = np.zeros(length + 1, np.int64)
     copies: dict[int, int] = {}
     for j, i in spans:
@@ -192,7 +214,14 @@ def _find_narrowest_repetition_start(spans: Sequence[tuple[int, int]], length: i
 def _is_valid_repetition(
     graph: Graph, found: RepeatedRuns, position: dict[Node, int], reads: Sequence[Sequence[tuple[int, int] | None]]
 ) -> bool:
-    """Return whether the repetitions are valid: operands, leaves and state updates obey the rules of `RepeatedRuns`."""
+    """Return whether all operands, leaves, outputs and state updates obey the rules of `RepeatedRuns`.
+
+    Args:
+        graph: The graph.
+        found: The repetitions to check.
+        position: The number of each node.
+        reads: The node number and the result index of each operand of each node.
+    """
     nodes, at = [*position], found.repetition_of
     carried = [found.first_node_of(PREAMBLE) + position for position in found.carried_positions]
     if any(number < 0 or nodes[number].is_leaf for number in carried):
@@ -221,10 +250,11 @@ def _is_valid_repetition(
 
 @dataclass(frozen=True, eq=False)
 class ShortenedGraph:
-    """A shortened graph: `short_graph` is `deep_graph` with only the first `short_count` repetitions.
+    """A deep graph, and its short form with the first `short_count` repetitions only.
 
-    The names of the nodes of the short graph are node numbers. Repetition r of the deep graph corresponds to the short
-    repetition ``r % short_count``, which has equal structure.
+    The planner works on the short graph in place of the deep one. Repetition r of the deep graph corresponds to
+    repetition ``r % short_count`` of the short graph, which has equal structure. The names of the nodes of the short
+    graph are their numbers.
     """
 
     deep_graph: Graph
@@ -244,17 +274,20 @@ class ShortenedGraph:
 
     @property
     def deep_and_short_repetitions(self) -> Iterator[tuple[int, int]]:
-        """All pairs of a deep repetition and its short repetition, in order, from the preamble to the end."""
+        """Pairs of each repetition of the deep graph and its corresponding repetition of the short graph, in order.
+
+        The first pair stands for the preamble, and the last pair for the nodes after all repetitions.
+        """
         yield PREAMBLE, PREAMBLE
         yield from ((repetition, repetition % self.short_count) for repetition in range(self.deep_repetitions.count))
         yield self.deep_repetitions.count, self.short_count
 
     def short_repetition_of_name(self, name: str) -> int:
-        """Return the short repetition of the node name `name` in the short graph."""
+        """Return the repetition of the short graph that contains the node called `name`."""
         return self.short_repetitions.repetition_of(split_numbered_name(name)[0])
 
     def short_repetition_by_node(self, graph: Graph) -> Mapping[Node, int]:
-        """Return the short repetition of each node in the graph of a device."""
+        """Return, for each node in the graph of a device, the repetition of the short graph that it belongs to."""
         if graph not in self._repetitions_by_graph:
             self._repetitions_by_graph[graph] = DeviceRepetitions(self).short_repetition_by_node(graph)
         return self._repetitions_by_graph[graph]
@@ -281,12 +314,12 @@ class ShortenedGraph:
         return tuple([printed_names[node] for node in self.deep_nodes])
 
     def deep_name_in_repetition(self, name: str, repetition: int, short_repetition: int) -> str:
-        """Return the name that a short name has in a deep repetition.
+        """Translate the name of a node of the short graph to the name of the corresponding node of the deep graph.
 
         Args:
             name: A node name of the short graph, which begins with the node number.
             repetition: The repetition of the deep graph.
-            short_repetition: The short repetition of the node.
+            short_repetition: The repetition of the short graph that contains the node.
         """
         number, ending = split_numbered_name(name)
         return self.deep_names[number + (repetition - short_repetition) * self.deep_repetitions.length] + ending
@@ -294,19 +327,21 @@ class ShortenedGraph:
 
 @dataclass(frozen=True, eq=False)
 class DeviceRepetitions:
-    """The short repetitions of the nodes in device graphs of a shortened graph.
+    """Assigns the nodes in the graph of a device to the repetitions of a shortened graph.
 
-    `name_of_node` returns the name of a node of the short graph, with a suffix if the node converts a layout.
+    `name_of_node` returns the name of the corresponding node of the short graph. It has a suffix if the device node
+    converts a layout or computes an overlap chunk.
     """
 
     shortened: ShortenedGraph
     name_of_node: Callable[[Node], str] = operator.attrgetter("name")
 
     def short_repetition_by_node(self, graph: Graph) -> dict[Node, int]:
-        """Return the short repetition of each node in the graph of a device.
+        """Return, for each node in the graph of a device, the repetition of the short graph that it belongs to.
 
-        A name with a suffix belongs to a layout conversion. The conversion of a carried value belongs to the repetition
-        that reads the value. An overlap chunk belongs to its own repetition, because further chunks follow.
+        A name with a suffix belongs to a layout conversion or an overlap chunk. The conversion of a carried value
+        belongs to the repetition that reads the value. An overlap chunk (one part of a node that overlaps with
+        communication) belongs to the repetition of its node, because further chunks follow.
         """
         runs = self.shortened.short_repetitions
         first_read: dict[Node, int] = {}
@@ -332,13 +367,16 @@ class DeviceRepetitions:
 
 
 def split_numbered_name(name: str) -> tuple[int, str]:
-    """Split a name that begins with a node number into the number and the rest."""
+    """Split a name such as ``12.suffix`` into the node number at its beginning and the rest."""
     number, dot, rest = name.partition(".")
     return int(number), dot + rest
 
 
 def shorten_graph(graph: Graph, repeats: RepeatedRuns, count: int) -> ShortenedGraph | None:
-    """Shorten a graph to its first `count` repetitions; return None if the short graph has another node order."""
+    """Build the short form of a graph, which has only the first `count` of its repetitions.
+
+    The result is None if the nodes of the short graph would have another order.
+    """
     first, end = repeats.first_node_of(count), repeats.first_node_of(repeats.count)
     nodes, copies = order_updates_after_operands(graph), dict[Node, Node]()
     stands_for: dict[Node, Node] = {}  # nodes at the end read the last repetition that stays

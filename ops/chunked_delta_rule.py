@@ -29,9 +29,9 @@ CHANNEL_DECAY_CHUNK_TOKENS = 16
 
 
 def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tuple[Value, ...]:
-    """Build the gated delta rule from basic ops, one chunk of tokens after the other, and return its two results.
+    """Build `gated_delta_net` from basic ops that process one chunk of tokens after the other; return its two results.
 
-    With snapshots, a chunk is one token.
+    If the op returns snapshots, each chunk is a single token.
 
     Args:
         operands: operands of ``gated_delta_net`` by name, without a pool of states.
@@ -82,12 +82,13 @@ def build_chunked_delta_rule(operands: Mapping[str, Value], attrs: Attrs) -> tup
 
 
 def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
-    """Repeat keys [..., key heads, d] to [..., heads, d], so that each value head has its own key head.
+    """Repeat key heads so that each value head has its own: [..., key heads, d] to [..., heads, d].
 
     Args:
         x: keys or queries.
         heads: number of value heads.
-        tiled: value head j has key head ``j mod key heads``; otherwise neighbours share a key head.
+        tiled: True if value head j reads key head ``j mod key heads``. False if neighbouring value heads share a key
+            head.
     """
     *leading, key_heads, size = x.shape
     if tiled or key_heads == heads:
@@ -98,7 +99,9 @@ def _repeat_key_heads(x: Value, heads: int, *, tiled: bool) -> Value:
 
 
 def _build_pairwise_token_decay(decay_sums: Value) -> Value:
-    """Build the decay from token s to token r of each chunk [M, 1 or size, r, s], 0 for later s.
+    """Build the decay of a state between each pair of tokens of a chunk: [M, 1 or size, r, s].
+
+    The entry is the decay from token s to a later or equal token r, and 0 for s after r.
 
     Args:
         decay_sums: running sums of log decays [M, 1 or size, tokens]; M counts the chunks of all heads.
@@ -111,10 +114,10 @@ def _build_pairwise_token_decay(decay_sums: Value) -> Value:
 
 
 def _build_decayed_products(x: Value, y: Value, decay: Value) -> Value:
-    """Build the products of tokens r of `x` and s of `y`, weighted by their decay: [M, r, s].
+    """Build the dot product of each token r of `x` with each token s of `y`, weighted by decay: [M, r, s].
 
     Args:
-        x: rows [M, tokens, size].
+        x: rows [M, tokens, size]; M counts the chunks of all heads.
         y: rows [M, tokens, size].
         decay: decay of each pair of tokens [M, 1 or size, r, s].
     """
@@ -127,18 +130,26 @@ def _build_decayed_products(x: Value, y: Value, decay: Value) -> Value:
 
 
 def _slice_chunk(x: Value, n: int, count: int) -> Value:
-    """Return chunk n of all heads [heads, tokens, ...], if each head has `count` chunks."""
+    """Return chunk number `n` of all heads, [heads, tokens, ...].
+
+    Args:
+        x: chunks of all heads; each head has `count` chunks.
+        n: number of the chunk.
+        count: chunks of a head.
+    """
     m, *rest = x.shape
     grouped = reshape(x, shape=(m // count, count, *rest))
     return reshape(slice_(grouped, axis=1, start=n, stop=n + 1), shape=(m // count, *rest))
 
 
 def _stack_snapshots(states: list[Value], state: Value, snapshots: int) -> Value:
-    """Return the last state, or the last `snapshots` states, newest first, with zeros before the first token.
+    """Return the last state, or with `snapshots` > 1 a stack of the last states, newest first.
+
+    Snapshots before the first token are zeros.
 
     Args:
         states: states after each chunk.
-        state: the first state, which has the shape of a state.
+        state: the initial state, which gives the shape of the zeros.
         snapshots: number of states to return.
     """
     *leading, heads, width, size = state.shape

@@ -42,18 +42,18 @@ def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _axis_length(runs: DeviceIndexRanges) -> int:
-    """Return the length of the complete axis that the index ranges of all devices cover."""
+    """Return the length of a sharded axis: the largest end of an index range of any device."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
 
 def as_integer(value: Attr) -> int:
-    """Return an attribute that must be an integer."""
+    """Narrow the type of an attribute to int, and assert it."""
     assert isinstance(value, int)
     return value
 
 
 def as_index_ranges(value: Attr) -> DeviceIndexRanges:
-    """Return an attribute that must be index ranges of devices."""
+    """Narrow the type of an attribute to index ranges of devices; `normalise_attribute` has checked it."""
     return value  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
 
@@ -84,7 +84,7 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
-    """Return the index ranges of the device `rank`, which has the node, each as (offset, length).
+    """Return the index ranges (offset, length) of the axis that this device has: the entry `rank` of attribute `runs`.
 
     Raises:
         SignatureMismatch: `runs` has no such device.
@@ -110,9 +110,10 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
 def reduce_scatter(
     x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int
 ) -> Array:
-    """Sum `x` over all devices, and give each device its shard of the sum along `axis`.
+    """Sum `x` over all devices, and return this device's shard of the sum along `axis`. MPI: ``Reduce_scatter``.
 
-    Device d has the index ranges ``runs[d]``; `rank` is this device. MPI (MPI Forum, 1994): ``Reduce_scatter``.
+    ``runs[d]`` are the index ranges (offset, length) of device d. `rank` is the number of this device in the group. MPI
+    Forum, 1994.
     """
     return np.array(x)
 
@@ -142,9 +143,10 @@ def all_to_all(
     rank: int,
     sequence: int,
 ) -> Array:
-    """Exchange shards `old_runs` along `old_axis` for shards `runs` along `axis`. MPI (MPI Forum, 1994): ``Alltoallv``.
+    """Change the sharded axis of a value: each device gives its shard along `old_axis` and gets its shard along `axis`.
 
-    Both have the index ranges (offset, length) of each device. `rank` is this device.
+    ``old_runs[d]`` and ``runs[d]`` are the index ranges (offset, length) of device d along these axes. `rank` is the
+    number of this device in the group. MPI (MPI Forum, 1994): ``Alltoallv``.
     """
     return np.array(x)
 
@@ -156,7 +158,7 @@ def all_to_all(
     errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
 )
 def send(x: Array, *, to: int, sequence: int) -> Array:
-    """Send `x` to device `to` of the group, which receives it under the same `sequence`.
+    """Send `x` to device `to` of the group, whose `receive` has the same number `sequence`.
 
     MPI (MPI Forum, 1994): ``Isend``.
     """
@@ -180,9 +182,9 @@ def _infer_receive(specs: OperandSpecs, attrs: Attrs) -> Spec:
     ),
 )
 def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int) -> Array:
-    """Receive the value that device `source` sends under the same `sequence`. MPI (MPI Forum, 1994): ``Recv``.
+    """Receive a value of this shape and dtype from device `source`, which sends it with the same number `sequence`.
 
-    Without a sender, as in a reference run, the result is zeros.
+    A reference run has no sender, so the result is zeros. MPI (MPI Forum, 1994): ``Recv``.
     """
     return np.zeros(shape)
 

@@ -34,12 +34,12 @@ _PAIRS: Mapping[str, Op[Value]] = {
 
 
 def _make_gated_unit_decomposition(activation: Op[Value]) -> Decomposition:
-    """Return the decomposition of a gated unit: the activation of the gate, times the up projection."""
+    """Return a function that decomposes a gated unit into ``activation(gate) * up``."""
     return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
 
 
 def _decompose_one_operand_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose `glu` on one operand into the gated unit of two operands, applied to the two halves."""
+    """Split the operand of `glu` into gate and up projection, and apply the gated unit that has two operands."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
     first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
@@ -49,7 +49,10 @@ def _decompose_one_operand_glu(operands: Operands, attrs: Attrs) -> tuple[Value,
 
 
 def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose attention into two matrix products and a softmax; neighbouring query heads share a key/value head."""
+    """Decompose attention into matrix products and a softmax.
+
+    Query heads that share a key/value head are neighbours.
+    """
     q, k, v = operands["q"], operands["k"], operands["v"]
     rank = len(q.shape)
     heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
@@ -64,7 +67,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Decompose attention into one call of `attention` per token, over a KV cache that is written in two steps."""
+    """Decompose attention into one `attention` call per token, over a KV cache that two row updates fill."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
     settings: dict[str, Any] = dict(attrs)
@@ -80,7 +83,7 @@ def _decompose_attention_per_token_over_cache(operands: Operands, attrs: Attrs) 
 
 
 def _write_cache_in_two_steps(x: Value, name: str) -> Value:
-    """Write `x` [..., s, h, d] into a cache of zeros in two steps, the later half of the rows first.
+    """Write all rows of `x` [..., s, h, d] into a cache of zeros with two row updates, the later half first.
 
     Args:
         x: keys or values.
@@ -110,9 +113,9 @@ DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
 
 
 def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
-    """Return the names of the decompositions of `op` that apply to a call.
+    """Return the names of the decompositions that apply to a call of `op`.
 
-    An op with a mask per head or with a pool of states has none.
+    A call with one mask per head, or with a pool of states, has none.
     """
     if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
         return ()

@@ -110,7 +110,7 @@ def build_matmul(x: Any, w: Any) -> Value:
 
 
 def build_transpose(x: Value) -> Value:
-    """Exchange the last two axes; for a value that is a transposition already, return its operand."""
+    """Exchange the last two axes of a value; a transpose of a transpose gives the original value."""
     first = x.node.src[0] if x.node.op == "transpose" else None
     return transpose(x) if first is None else first
 
@@ -141,7 +141,7 @@ def apply_index(x: Value, index: Any) -> Value:
 
 
 def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
-    """Complete an index: replace ``...`` and absent entries by a full slice for each axis without an entry."""
+    """Expand an index to one entry for each axis of `x`: ``...`` and missing entries become full slices."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
         raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
@@ -153,7 +153,11 @@ def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
 
 
 def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
-    """Return the start and stop of an index entry on an axis, and whether the result keeps the axis."""
+    """Return what one entry of an index selects along an axis.
+
+    Returns:
+        The tuple (start, stop, keeps_axis). An integer entry removes the axis, so `keeps_axis` is False.
+    """
     size = x.shape[axis]
     try:
         if isinstance(entry, slice):
@@ -171,7 +175,16 @@ def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool
 
 
 def _compute_broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape to which two shapes broadcast."""
+    """Return the shape to which shapes `one` and `two` broadcast.
+
+    Args:
+        what: the expression, for the error message.
+        one: shape of one side.
+        two: shape of the other side.
+
+    Raises:
+        GraphError: the shapes do not broadcast.
+    """
     try:
         return tuple(np.broadcast_shapes(one, two))
     except ValueError:

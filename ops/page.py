@@ -58,7 +58,7 @@ def _format_default(defaults: Attrs, name: str) -> str:
 
 
 def _format_op_properties(op: Op[Any]) -> Iterator[str]:
-    """Yield the properties of an op as phrases: its tier, and the operands in which it is linear or in place."""
+    """Yield the properties of an op as phrases: its tier (``MUST`` or ``SHOULD``), linear and in-place operands."""
     yield "MUST" if op.is_required else "SHOULD"
     if op.is_view:
         yield "a view: it moves no element"

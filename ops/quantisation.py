@@ -77,9 +77,10 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
 
 
 def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Decode an array in the storage format of `dtype` to numbers: bytes of quantised blocks, or uint16 bits of bf16.
+    """Convert an array from the storage format of `dtype` to numbers.
 
-    An array of another dtype than ``dtype.storage`` has numbers already and is returned as it is.
+    Stored arrays are bytes of quantised blocks, uint16 bits of bf16, or plain numbers. An array with another NumPy
+    dtype than ``dtype.storage`` contains numbers already and is returned unchanged.
     """
     if array.dtype != dtype.storage:
         return array
@@ -89,10 +90,11 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Encode numbers in the storage format of `dtype`, rounded: the inverse of `decode_array`.
+    """Round numbers to `dtype` and convert them to its storage format: the inverse of `decode_array`.
 
-    Quantised blocks become bytes [..., row bytes]. The largest number of a block determines its scale, so a second
-    rounding changes nothing. Sources: ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of ggml-quants.c.
+    Quantised blocks become bytes [..., row bytes]. The largest number of a block determines its scale, so encoding the
+    decoded numbers again changes nothing. Sources: ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of
+    ggml-quants.c.
     """
     if dtype.is_quantised:
         blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
@@ -104,7 +106,7 @@ def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _as_byte_rows(raw: np.ndarray, dtype: DType) -> U8:
-    """Return stored elements as uint8 rows [..., row bytes]."""
+    """View stored elements of any storage dtype as uint8 rows [..., row bytes]."""
     if raw.ndim == 0 or raw.dtype not in (np.dtype(np.uint8), dtype.storage):
         raise GraphError(f"dequantise({dtype}): got {raw.dtype}{list(raw.shape)}; pass uint8 rows or {dtype.storage}")
     if raw.dtype != np.uint8:
@@ -118,7 +120,7 @@ def _as_byte_rows(raw: np.ndarray, dtype: DType) -> U8:
 
 
 def _expand_unquantised(bytes_: U8, dtype: DType) -> F32:
-    """Return the float32 values of elements of a dtype without blocks."""
+    """Convert stored bytes of a dtype without blocks, such as bf16, to float32 values."""
     if bytes_.strides[-1] != 1:
         bytes_ = np.ascontiguousarray(bytes_)
     stored = bytes_.view(dtype.storage)
@@ -198,7 +200,7 @@ FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 
 
 def _compute_half_e4m3_values() -> F32:
-    """Return half of the value of each 8-bit float with 4 exponent bits and 3 fraction bits (E4M3), float32 [256].
+    """Return a table of half the value of each 8-bit E4M3 float (4 exponent bits, 3 fraction bits): float32 [256].
 
     The sign is ignored, and NaN gives 0. Source: ``ue4m3_to_fp32`` of ggml.
     """
@@ -213,12 +215,15 @@ HALF_OF_E4M3 = _compute_half_e4m3_values()
 
 
 def _as_column(values: np.ndarray) -> F32:
-    """Return one number per block, or per part of a block, as a float32 column [n, ..., 1]."""
+    """Convert one number per block, or per part of a block, to float32 with a last axis of size 1, for broadcasting."""
     return values.astype(np.float32)[..., None]
 
 
 def _unpack_4_bits(qs: U8, width: int) -> U8:
-    """Unpack 4-bit numbers: of each `width` bytes the low, then the high halves: [n, m] to [n, m / width, 2, width]."""
+    """Unpack two 4-bit numbers from each byte: [n, m] to [n, m / width, 2, width].
+
+    Each group of `width` bytes gives all its low halves, then all its high halves.
+    """
     packed = np.ascontiguousarray(qs).reshape(len(qs), -1, width)
     out = np.empty((len(qs), packed.shape[1], 2, width), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, :, 0])
@@ -227,19 +232,19 @@ def _unpack_4_bits(qs: U8, width: int) -> U8:
 
 
 def _unpack_2_bits(qs: U8) -> U8:
-    """Unpack the four 2-bit numbers of each of 32 bytes, lowest bits first: [n, 64] to [n, 2, 4, 32]."""
+    """Unpack four 2-bit numbers from each byte, lowest bits first: [n, 64] to [n, 2, 4, 32]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), 2, 1, 32)
     return (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
 
 
 def _unpack_bit_planes(qh: U8) -> U8:
-    """Unpack bit i of 32 bytes into row i: [n, 32] to [n, 8, 32] of 0 or 1."""
+    """Unpack bit planes: row i of the result is bit i of each of 32 bytes; [n, 32] to [n, 8, 32] of 0 or 1."""
     packed = np.ascontiguousarray(qh)[:, None, :]
     return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
 
 
 def _unpack_fifth_bits(qh: U8) -> U8:
-    """Unpack the fifth bit of each element: 16 where the bit is set, otherwise 0: [n, 4] to [n, 32]."""
+    """Return the contribution of the fifth bit to 32 codes, 16 or 0: packed bits [n, 4] to [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
     bits <<= 4
     return bits
@@ -346,13 +351,16 @@ def _expand_nvfp4(b: np.ndarray, out: F32) -> None:
 
 
 def _expand_q1_0(b: np.ndarray, out: F32) -> None:
-    """Expand Q1_0 blocks, which have one sign per element: write plus or minus the scale."""
+    """Dequantise Q1_0 blocks to `out`: each element is one sign bit, which means plus or minus the scale."""
     d = _as_column(b["d"])
     out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
 
 
 def _expand_q2_0(b: np.ndarray, out: F32) -> None:
-    """Expand Q2_0 blocks, which have four neighbours per byte: write -1, 0, 1 or 2 times the scale."""
+    """Dequantise Q2_0 blocks to `out`: each element is a 2-bit code, which means -1, 0, 1 or 2 times the scale.
+
+    Four neighbours share a byte.
+    """
     q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
     _multiply_scale(q.view(np.int8) - np.int8(1), _as_column(b["d"]), out)
 
@@ -384,7 +392,7 @@ def _safe_reciprocal(scale: F32) -> F32:
 
 
 def _build_block_records(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
-    """Build block records with one scale and the codes `qs` of each block."""
+    """Build the structured array of quantised blocks from one scale per block and the codes `qs` of each block."""
     blocks = np.empty(len(scale), BLOCK_LAYOUTS[dtype])
     blocks["d"], blocks["qs"] = scale[:, 0], qs
     return blocks

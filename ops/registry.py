@@ -123,18 +123,18 @@ def op_of(node: Node) -> Op[Any]:
 
 
 def find_inplace_operand(result: Value) -> Value | None:
-    """Return the operand that a result may overwrite; None if the op declares none or the operand is absent."""
+    """Return the operand whose memory a result may overwrite; None if the op declares none or the operand is absent."""
     node, declared = result.node, op_of(result.node)
     name = dict(declared.inplace_pairs(node.attrs)).get(result.index)
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
 def find_storage_kind(value: Value) -> str:
-    """Return the storage kind of a value, from which a backend derives the storage dtype.
+    """Return the storage kind of a value: its role in the graph, from which a backend chooses the storage dtype.
 
     Returns:
-        For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. Also ``state`` for a state with entries
-        that an op replaced, because the op may replace them in place. ``value`` for all other values.
+        For a leaf its op: ``input``, ``weight``, ``state`` or ``constant``. For the result of an op that replaced
+        entries of a state also ``state``, because both may share memory. For all other values ``value``.
     """
     node = value.node
     if node.is_leaf:
@@ -154,7 +154,7 @@ def find_storage_kind(value: Value) -> str:
 
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
-    """Yield a problem for each node with an op that is not in the registry; leaves are exempt."""
+    """Check that the registry has the op of each node except leaves; yield a problem for each unknown op."""
     unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
     for node in graph.nodes if unknown else ():
         if node.op in unknown:
@@ -163,7 +163,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """Yield a problem for each node that lacks attributes of its op or has other specs than the op infers."""
+    """Yield a problem for each node that lacks an attribute, or whose specs differ from those that its op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:

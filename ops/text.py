@@ -55,5 +55,5 @@ def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
 
 
 def _is_same_type_and_value(one: object, two: object) -> bool:
-    """Return whether both values and their types are equal: 1 is not 1.0 or true."""
+    """Return whether two values are equal and have the same type; 1, 1.0 and True all differ."""
     return type(one) is type(two) and repr(one) == repr(two)

@@ -49,7 +49,9 @@ class GrammarCache:
         return grammar
 
     def compile_call_schema(self, schema: Mapping[str, object], is_strict: bool = False) -> Grammar:
-        """Return the compiled grammar of tool calls with optional spaces, as models write them without a grammar.
+        """Return the compiled grammar of a tool call with the given JSON schema.
+
+        The grammar permits optional spaces, because models write them without a grammar.
 
         Raises:
             ApiError: As `compile_schema`.
@@ -83,5 +85,8 @@ class GrammarCache:
 
 
 def list_ignored_schema_keywords(grammar: Grammar | LazyGrammar | None) -> tuple[str, ...]:
-    """List the keywords of its JSON schema that a grammar ignores, as entries of the header of ignored fields."""
+    """List the keywords of a JSON schema that its compiled grammar does not enforce.
+
+    They are entries of the header that names ignored fields.
+    """
     return (f"json_schema ({grammar.warning})",) if grammar is not None and grammar.warning else ()

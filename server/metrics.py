@@ -134,14 +134,14 @@ class ServerMetrics:
 
 
 def divide_or_zero(count: float, by: float) -> float:
-    """Return the quotient, or 0 if the divisor is not positive."""
+    """Return ``count / by``; return 0 if `by` is not positive."""
     return count / by if by > 0 else 0.0
 
 
 def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]:
     """Return the object ``timings`` of llama-server: token counts, milliseconds and rates of a request.
 
-    The first token belongs to the prompt, so it has no rate.
+    The first new token counts as part of the prompt time, so it does not count for the rate.
     """
     read, decoded = timing.prompt_tokens - timing.cached_tokens, max(0, token_count - 1)
     return {
@@ -159,7 +159,10 @@ def describe_timing(timing: RequestTiming, token_count: int) -> dict[str, float]
 
 
 class ChoiceStopwatch:
-    """A stopwatch of one choice, for the object ``timings`` of a stream before the engine reports its times."""
+    """Measures the times of one choice while it is streamed, for the object ``timings`` of each stream event.
+
+    The engine reports its own times only at the end of the choice.
+    """
 
     def __init__(self) -> None:
         self._read_tokens = self._cached_tokens = self._new_tokens = 0
@@ -167,7 +170,7 @@ class ChoiceStopwatch:
         self._first_token: float | None = None
 
     def describe_update(self, update: Update) -> dict[str, float]:
-        """Return the object ``timings`` after an update; at the end with the times of the engine."""
+        """Return the object ``timings`` for an update: times measured here, or at the end the engine's times."""
         now = time.perf_counter()
         if isinstance(update, ChoiceFinish):
             return describe_timing(update.timing, update.token_count)

@@ -160,7 +160,10 @@ class RequestBuilder:
         )
 
     def _encode_prompt_parts(self, parts: Sequence[int | str]) -> tuple[int, ...]:
-        """Tokenize a list of prompt parts (tokens and texts); only a first text gets BOS, as in llama-server."""
+        """Tokenize a prompt that is a list of tokens and texts; BOS is added only if the first part is a text.
+
+        llama-server has the same rule.
+        """
         ids: list[int] = []
         tokenizer = self._service.tokenizer
         for i, part in enumerate(parts):
@@ -176,7 +179,11 @@ class RequestBuilder:
         return tuple(ids)
 
     def _encode(self, text: str, encode: Callable[[], list[int]]) -> tuple[int, ...]:
-        """Tokenize a text with `encode`, unless it has too many characters to fit the context.
+        """Tokenize a text; refuse it in advance if it has too many characters to fit the context.
+
+        Args:
+            text: The text.
+            encode: Returns its tokens.
 
         Raises:
             ApiError: The text exceeds the context.
@@ -274,9 +281,9 @@ class RequestBuilder:
         )
 
     def _parse_logit_bias(self, body: SamplingBody) -> tuple[tuple[int, float], ...]:
-        """Parse the logit bias of a body to pairs of token and number.
+        """Return the logit bias of a body as pairs (token, bias).
 
-        A key is a token, or a text for all its tokens; ``false`` bans a token.
+        A key is a token, or a text that stands for all its tokens. The value ``false`` bans a token.
         """
         bias = body.logit_bias
         pairs = list(bias.items()) if isinstance(bias, dict) else bias

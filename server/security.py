@@ -56,7 +56,7 @@ class ErrorLayer:
     Args:
         app: The next layer.
         metrics: Counts responses by path and status.
-        paths: Known paths; others are counted together.
+        paths: The paths that are counted one by one; all unknown paths are counted together.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: Iterable[str]) -> None:
@@ -102,7 +102,7 @@ def _make_error_response(error: Exception, path: str) -> JsonResponse:
 
 
 class OriginLayer:
-    """CORS middleware: answers preflight requests of permitted origins, and refuses web pages of other origins."""
+    """CORS middleware: permits requests of web pages from the configured origins, and refuses other origins."""
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
         self._app, self._origins = app, origins
@@ -139,9 +139,10 @@ def _is_same_origin(origin: str, host: str) -> bool:
 
 
 class AccessLayer:
-    """Middleware that requires an API key.
+    """Middleware that refuses requests without a valid API key.
 
-    Without keys on a loopback address it requires a Host header of this machine, against DNS rebinding.
+    If no keys are configured on a loopback address, it requires a Host header that names this machine. This prevents
+    DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

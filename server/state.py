@@ -39,7 +39,7 @@ class ServingState:
 
     @cached_property
     def visible_tokens(self) -> frozenset[int]:
-        """Tokens that mark thoughts and tool calls; their text stays in answers."""
+        """The control tokens that mark thoughts and tool calls; unlike others, their text stays in answers."""
         return frozenset(i for i, text in enumerate(self.service.tokenizer.tokens) if text in MARKERS)
 
     def find_problem(self) -> str:
@@ -114,14 +114,14 @@ class ServingState:
         return not self.active_streams and not self.embedding_count
 
     def begin_drain(self) -> None:
-        """Begin to drain: refuse new requests, and end the responses that still wait for a slot."""
+        """Refuse new requests from now on, and end the responses that wait for a slot; running ones may finish."""
         self.is_draining = True
         for stream in list(self.active_streams):
             if stream.is_queued:
                 stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 
     def interrupt_all(self) -> None:
-        """End all responses with an error."""
+        """End all running responses with the error that the server shuts down."""
         for stream in list(self.active_streams):
             stream.interrupt(ApiError(503, "the server is shutting down", retry_seconds=RETRY_SECONDS))
 

@@ -71,14 +71,14 @@ QueueItem = Event | ApiError | None
 
 
 class TokenDecoder(Utf8Stream):
-    """An incremental token decoder that keeps the text of some control tokens, and knows of incomplete characters."""
+    """A streaming token decoder that keeps the text of some control tokens and reports incomplete UTF-8 characters."""
 
     def __init__(self, tokenizer: Tokenizer, visible: frozenset[int] = frozenset()) -> None:
         super().__init__(tokenizer)
         self._visible = visible
 
     def feed(self, token: int) -> str:
-        """Return the characters that a token completes.
+        """Return the text of all characters that the bytes of a further token complete.
 
         Raises:
             ModelError: As `Utf8Stream.feed`.
@@ -94,7 +94,7 @@ class TokenDecoder(Utf8Stream):
 
 
 class ChoiceTextBuffer:
-    """The text of one choice, released up to the last point that cannot begin a stop string.
+    """Holds back the end of the text of one choice while it may become a stop string, and releases the text before it.
 
     Args:
         choice: The number of the choice.
@@ -112,7 +112,7 @@ class ChoiceTextBuffer:
         """Tokens with the positions of their first and behind their last character."""
 
     def feed(self, event: TokenEvent) -> TextUpdate | None:
-        """Return the text that is certain after one more token, or `None`."""
+        """Add a token, and return the text in which no stop string can begin any more; None if there is none."""
         if self.stop_string:
             return None
         self.token_count += 1
@@ -123,7 +123,7 @@ class ChoiceTextBuffer:
         return self._send(text)
 
     def finish(self) -> TextUpdate | None:
-        """Return the text that is still held at the end of the choice, or `None`."""
+        """Return the text that was held back, at the end of the choice; None if there is none."""
         if self.stop_string:
             return None
         rest = self._decoder.finish()
@@ -154,7 +154,7 @@ class ChoiceTextBuffer:
 
 
 class EventBridge:
-    """Sends events from the engine's thread to queues of the event loop; the events of a step need one wake-up.
+    """Passes events from the engine's thread to queues of the event loop; all events of a step wake the loop once.
 
     Args:
         loop: The event loop that reads the queues.

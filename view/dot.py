@@ -39,9 +39,10 @@ def to_dot(graph: Graph, *, folded: bool = True) -> str:
 
 
 class _DotWriter:
-    """The writer of the DOT text (Graphviz source) of one graph.
+    """Writes one graph as DOT text (Graphviz source).
 
-    `drawn` maps a node of a later repetition to the node of the first repetition that is drawn instead.
+    `drawn` maps each node of a later repetition to the corresponding node of the first repetition. Only the latter is
+    drawn.
     """
 
     def __init__(self, graph: Graph, folded: bool) -> None:
@@ -54,7 +55,10 @@ class _DotWriter:
         self.clusters = 0
 
     def _map_to_first_repetition(self, items: Sequence[Item]) -> None:
-        """Map the nodes and leaves of later repetitions to the first repetition; inner groups come first."""
+        """Map the nodes and leaves of later repetitions to the corresponding ones of the first repetition.
+
+        Inner groups are mapped before the groups that contain them.
+        """
         for item in items:
             if isinstance(item, RepeatedGroup):
                 for one in item.repetitions:

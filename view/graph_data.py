@@ -23,7 +23,7 @@ MAX_TEXT_CHARACTERS = 400
 
 
 class GraphData:
-    """The data of a graph for a page, with the numbers of its nodes and values."""
+    """The data of a graph for an HTML page, with the numbers that the page uses for its nodes and values."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -62,7 +62,10 @@ class GraphData:
         }
 
     def _build_block_tree(self, items: Sequence[Item]) -> list[Any]:
-        """Build the tree of blocks: numbers of blocks, and groups with their label and the items of each repetition."""
+        """Build the tree of blocks for the page.
+
+        A block is its number. A group is its label and the items of each repetition.
+        """
         return [
             self.labels.number[id(item)]
             if isinstance(item, NodeBlock)
@@ -78,7 +81,7 @@ class GraphData:
 
 
 def format_spec_and_bytes(spec: Spec) -> tuple[str, int]:
-    """Format a spec as text, and return it with the bytes of the value."""
+    """Return a spec as text, and the bytes of a value with this spec."""
     return str(spec), spec.nbytes
 
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class InternTable(Generic[T]):
-    """An intern table, which assigns consecutive numbers to distinct items. A call returns the number of an item."""
+    """A table that assigns consecutive numbers to distinct items; a call with an item returns its number."""
 
     def __init__(self, *first: T) -> None:
         self._numbers: dict[T, int] = {item: number for number, item in enumerate(first)}

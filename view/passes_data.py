@@ -19,10 +19,11 @@ from .intern_table import InternTable
 
 
 def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
-    """Build the columns of sharding factors, by node and axis, for one block of each repeated layer and its leaves.
+    """Build the table of sharding factors of each axis, for one repetition of each repeated layer.
 
-    ``a b`` is a product of two factors, and ``a | b`` has two segments. Each factor has its size, whether it is
-    sharded, and whether it cannot be sharded.
+    A sharding factor is a part of an axis that the planner may divide among devices. In the text of an axis, ``a b`` is
+    a product of two factors, and ``a | b`` has two segments. Each factor has its size, whether it is sharded, and
+    whether it cannot be sharded.
     """
     sharded_factors = factors_from_positions(plan.graph, factors, plan.sharded_factors)
     number: InternTable[Factor] = InternTable()
@@ -38,7 +39,7 @@ def build_factor_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict
 
 
 def list_search_reasons_by_node(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
-    """List the reasons of the factor search, as numbers of plan reasons, for each node with a sharded value."""
+    """Map each node with a sharded value to the reasons why the search sharded it, as indices of ``plan.reasons``."""
     sharded_factors = factors_from_positions(plan.graph, factors, plan.sharded_factors)
     classes = group_factors(plan.graph, factors) if sharded_factors else {}
     reason_numbers: dict[Factor, int] = {}
@@ -60,7 +61,7 @@ def _format_axis_factors(segments: Sequence[Sequence[Factor]], number: InternTab
 
 
 def _iterate_distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
-    """Iterate over the distinct blocks: all blocks, but of a repeated group only the first repetition."""
+    """Yield each block once: of a repeated group, only the blocks of the first repetition."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item

@@ -83,9 +83,9 @@ class PlanData:
         }
 
     def _build_measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
-        """Build the measured data of a trace: the kernel and the seconds of each instruction, by device.
+        """Build the columns of measured times from a trace: the kernel and the seconds of each instruction, by device.
 
-        The column `together` has the number of fused instructions in the kernel.
+        The column `together` has the number of instructions that the same kernel computes, if they are fused.
         """
         columns = [
             {
@@ -135,7 +135,7 @@ class PlanData:
         }
 
     def _number_kernel_calls(self, device_plan: DevicePlan) -> list[int]:
-        """Number the kernel calls, and return the number of the call of each instruction.
+        """Return the number of the kernel call that computes each instruction; equal calls have equal numbers.
 
         A call is a pair: its kernels, and how many instructions they compute. Number 0 is the empty call, for a backend
         that does not report kernels.
@@ -150,7 +150,12 @@ class PlanData:
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _find_user_node(self, number: int, at: int) -> tuple[Node | None, bool]:
-        """Find the user node that an instruction computes or converts, and whether it only converts."""
+        """Find the node of the user's graph that an instruction computes or converts.
+
+        Returns:
+            The tuple (node, only_converts). The node is None if there is none. `only_converts` is True if the
+            instruction converts the value of the node but does not compute it.
+        """
         device_plan = self.plan.device_plans[self.first[number]]
         i = device_plan.program.instructions[at]
         user = self.node.get(i.node)
@@ -169,12 +174,11 @@ class PlanData:
         return None, True
 
     def _assign_instruction_blocks(self, node_numbers: Sequence[int]) -> list[int]:
-        """Assign a block of the graph to each instruction.
+        """Return the number of the block of the graph that each instruction belongs to.
 
-        Blocks follow each other. Consecutive instructions of an earlier block therefore count as the block around them.
-        The
-        exception is a sequence that contains a whole block: a device may compute an encoder between two blocks of a
-        decoder.
+        The page shows blocks one after the other. Consecutive instructions of an earlier block therefore count as part
+        of the block around them. The exception is a sequence that contains a whole block: a device may compute an
+        encoder between two blocks of a decoder.
         """
         nodes, own = self.graph.graph.nodes, list[int]()
         for node in node_numbers:
@@ -193,9 +197,10 @@ class PlanData:
     def _iterate_timeline_rows(
         self, block: Sequence[Sequence[int]]
     ) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
-        """Iterate over the rows of the timeline: compute in parallel, and collectives.
+        """Yield the rows of the timeline: computations that run in parallel, and collectives between them.
 
-        Each row is a tuple: the op, the block, (first instruction, count) by program, and the devices.
+        Each row is the tuple (op, block, instructions, devices). `instructions` maps each program to the pair (first
+        instruction, count).
         """
         done = [0] * len(self.plan.device_plans)
         collectives: dict[int, dict[int, int]] = defaultdict(dict)

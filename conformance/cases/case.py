@@ -96,16 +96,15 @@ class Case:
 
     @property
     def needs_signed_zeros(self) -> bool:
-        """Whether zeros in a result need the right sign, and subnormal numbers may not be flushed to zero.
+        """Whether a result must keep the sign of zeros and must not flush subnormal numbers to zero.
 
-        The op declares this need. It does not hold for quantised operands, because a dequantised number is itself a
-        product.
+        The op declares this. Quantised operands are exempt, because a dequantised number is itself a product.
         """
         return self.op_declaration.signed_zeros and not self._is_quantised
 
     @property
     def can_exchange_nan_and_infinity(self) -> bool:
-        """Whether NaN and infinities in a result may stand in place of each other.
+        """Whether a result may have NaN where an infinity is expected, and the reverse.
 
         Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
         tokens in chunks, with other products. Both turn some infinities into NaN and the reverse.

@@ -101,7 +101,7 @@ def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
 
 
 def _vary_sample(op: Op, point: Point, bases: Sequence[Point]) -> Iterator[Point]:
-    """Yield all points that differ from sample `point` in one property, or in all dimensions at once."""
+    """Yield all variants of the sample `point`: one property changed, or all dimensions changed at once."""
     yield from _vary_one_dimension(op, point)
     yield from _vary_all_dimensions_at_once(op, point)
     yield from _vary_leading_axes(op, point)
@@ -140,7 +140,7 @@ def _has_enough_rows_to_index(op: Op, point: Point, attrs: Mapping[str, Attr]) -
 
 
 def count_axes_with_distinct_ids(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
-    """Return the number of last axes of operand `name` within which its row numbers must differ; 0 if they may repeat.
+    """Return how many of the last axes of operand `name` must not repeat a row number; 0 if row numbers may repeat.
 
     These are the named axes of the operand. Each index of a leading axis has its own set of row numbers.
     """
@@ -235,10 +235,10 @@ def _vary_one_dimension(op: Op, point: Point) -> Iterator[Point]:
 
 
 def find_coupled_dimensions(operands: Sequence[Operand]) -> set[str]:
-    """Return the coupled dimensions, which must not become 2, unless a sample has that size.
+    """Return the coupled dimensions, which must not get size 2 unless a sample has it.
 
-    Two numbers minus their mean are equal except for the sign. A norm of them then shows the rounding of the mean,
-    which no perturbation of the operands explains.
+    In a coupled dimension, each result element depends on all entries. Two numbers minus their mean are equal except
+    for the sign. A norm of them then shows the rounding of the mean, which no perturbation of the operands explains.
     """
     return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
 
@@ -262,7 +262,10 @@ def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
-    """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
+    """Return the unit of dimension `name`, whose multiples are legal sizes, as a tuple with one entry.
+
+    It is a multiple of the quantisation block sizes along the dimension.
+    """
     unit = 1
     for operand in operands:
         spec = _spec(point, operand.name)
@@ -291,7 +294,7 @@ def _vary_leading_axes(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
-    """Yield points with one operand in another dtype, and points with all operands that allow a dtype in that dtype."""
+    """Yield variants of a point with other dtypes: of one operand, or one dtype for all operands that allow it."""
     known = resolve_point_sizes(op, point)
     if known is None:
         return
@@ -306,7 +309,7 @@ def _vary_dtypes(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _change_operand_dtypes(op: Op, point: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
-    """Yield the point with the operands of `group` in `dtype`, with longer rows if quantisation blocks need them."""
+    """Yield the point with the operands of `group` in `dtype`; rows grow if quantisation blocks need it."""
     changed: dict[str, Spec | Attr] = dict(point)
     for operand in group:
         spec = _spec(point, operand.name)
@@ -353,7 +356,7 @@ def _drop_optional_operands(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _enlarge_to_many_rows(op: Op, point: Point) -> Point | None:
-    """Return the sample with `ROWS` entries along its leading axes, or None if that is illegal or too large."""
+    """Return a copy of `point` with `ROWS` entries along its leading axes; None if it is illegal or too large."""
     known = resolve_point_sizes(op, point)
     if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None

@@ -39,12 +39,12 @@ class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
 
 
 def list_infinities_by_operand(op: Op) -> dict[str, tuple[float, ...]]:
-    """Return the infinities that each operand may have: the negative one only, or both; other operands are left out."""
+    """Return, for each operand that may be infinite, its legal infinities: the negative one, or both."""
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
 
 
 def has_unquantised_floats(spec: Spec) -> bool:
-    """Return whether an operand has float entries that are not quantised, and so may be NaN or infinite."""
+    """Return whether an operand has float elements outside quantisation blocks, which may be NaN or infinite."""
     return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
@@ -112,7 +112,7 @@ def as_block_bytes(units: Array, spec: Spec) -> Array:
 
 
 def as_stored_weight(units: Array, spec: Spec) -> Array:
-    """Return an operand in the storage format of a weight.
+    """Convert a generated operand to the storage format of a weight.
 
     That is the storage dtype of NumPy, uint16 bits for bf16, or rows of block bytes.
     """

@@ -31,11 +31,14 @@ AxisEntries = tuple[int, Array]
 
 @dataclass(frozen=True, slots=True)
 class PartialCase:
-    """One of several partial runs of a case, with the operand entries it reads and the result entries it writes.
+    """One of the smaller runs into which a metamorphic check splits a case; together they give the whole result.
 
-    `reads` has an axis and its entries by operand. `writes` has the same for each result. A result without entries is
-    equal in all parts, or is the result of the last part. `carried_results` maps an operand to the index of a result of
-    the previous part, which replaces the operand. The operands `zeroed_operands` are zero.
+    - `case`: the smaller case.
+    - `reads`: for each split operand, the axis and the indices of the entries that this run reads.
+    - `writes`: for each result, the axis and the indices of the entries that this run computes. None means that all
+      runs compute the same result, or that the result of the last run is the whole one.
+    - `carried_results`: for each operand that continues the previous run, the index of the result that replaces it.
+    - `zeroed_operands`: operands that are zero in this run.
     """
 
     case: Case
@@ -49,7 +52,10 @@ _CHECKS = {DimensionRole.PARALLEL: "cut", DimensionRole.CONTRACTED: "sum", Dimen
 
 
 def list_metamorphic_checks(case: Case) -> tuple[str, ...]:
-    """Return the names of the metamorphic checks that apply to a case, with its decomposition checks."""
+    """Return the names of the metamorphic checks that apply to a case, including decomposition checks.
+
+    A metamorphic check compares a case with other runs that must give the same result, such as runs of its two halves.
+    """
     op, attrs = case.op_declaration, case.attributes_with_defaults
     if op.infer_spec is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
@@ -103,13 +109,13 @@ def _is_in_last_axis(case: Case, operand: str, name: str) -> bool:
 def _make_partial_case(
     case: Case, reads: Mapping[str, Array], writes: Mapping[str, Array], carried: Mapping[str, int] | None = None
 ) -> PartialCase | None:
-    """Return the partial run over some entries of dimensions; None if the op refuses its shapes.
+    """Make the smaller case that computes only some entries of some dimensions; None if its shapes are illegal.
 
     Args:
         case: the whole case.
-        reads: entries of dimensions of operands, by dimension.
-        writes: entries of dimensions of results, by dimension.
-        carried: index of the result of the previous part that replaces an operand, by operand.
+        reads: by dimension name, the indices that the smaller case reads from operands.
+        writes: by dimension name, the indices of the result entries that it computes.
+        carried: by operand, the index of the result of the previous smaller case that replaces the operand.
     """
     op, sizes = case.op_declaration, case.dimension_sizes
     signature = op.signature_for(case.attributes_with_defaults)
@@ -135,12 +141,14 @@ def _make_partial_case(
 def _find_split_axis(
     operand: Operand, shape: tuple[int, ...], split_entries: Mapping[str, Array], sizes: Mapping[str, int]
 ) -> AxisEntries | None:
-    """Find the axis of an operand or result with a split dimension, and return the axis and the entries of one part.
+    """Find the axis of an operand or result that a split divides, and the indices along it that belong to one part.
+
+    The result is None if the operand has no split dimension.
 
     Args:
         operand: the operand or result in the signature.
         shape: shape of the whole operand.
-        split_entries: entries of each split dimension.
+        split_entries: by name of a split dimension, the indices that belong to the part.
         sizes: sizes of all dimensions.
     """
     first = len(shape) - len(operand.dims)
@@ -152,7 +160,7 @@ def _find_split_axis(
 
 
 def _expand_factor_entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
-    """Return the indices along an axis, a product of factors, at which the factor `name` has one of the `entries`."""
+    """Return the indices along a product axis at which the factor `name` has one of the indices `entries`."""
     shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
     return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
 
@@ -165,7 +173,11 @@ def infer_result_specs(case: Case) -> tuple[Spec, ...]:
 
 
 def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Split the sequential dimension: with a carried state, with overlapping windows, or into a prefix alone."""
+    """Split a case along the dimension that the op processes in order.
+
+    With a state, the second part continues from the state of the first part. With sliding windows, the parts overlap.
+    Otherwise there is one part, a prefix, whose result must equal the beginning of the whole result.
+    """
     op, sizes, size = case.op_declaration, case.dimension_sizes, case.dimension_sizes[name]
     results = infer_result_specs(case)
     derived = next(
@@ -194,7 +206,10 @@ def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[Par
 
 
 def _split_table_rows(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Split a lookup table into its first rows and its other rows; an added operand is zero in the second part."""
+    """Split the rows of a lookup table into two shards; the results of both shards must add up to the whole result.
+
+    An operand that the op adds is zero in the second part, so that it counts once.
+    """
     lookup, size = (
         case.op_declaration.signature_for(case.attributes_with_defaults).indexed_dimension,
         case.dimension_sizes[name],
@@ -227,9 +242,9 @@ def _list_result_dimensions(op: Op, case: Case) -> Sequence[Dimension]:
 def join_results(
     case: Case, parts: Sequence[PartialCase], outputs: Sequence[Sequence[Array]]
 ) -> list[tuple[Array, Array]]:
-    """Join the results of partial runs: return each whole result, and a mask of its written entries.
+    """Join the results of partial runs to the whole results; return each with a mask of the entries that were computed.
 
-    The results of ``sum`` and ``deal`` checks are added. Other results are written to their entries.
+    The results of ``sum`` and ``deal`` checks are added. Results of other checks are written to their entries.
     """
     pairs = []
     for i, spec in enumerate(infer_result_specs(case)):

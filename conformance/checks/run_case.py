@@ -95,7 +95,10 @@ CHECK_TOLERANCE_FACTORS: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True)
 class RunnableCase:
-    """A case with its random operands: `units` as stored, with one entry per unit, and `operands` as numbers."""
+    """A case with random operands.
+
+    `units` has them as stored, with one entry per element or per quantised block. `operands` has them as numbers.
+    """
 
     case: Case
     units: Mapping[str, Array]

@@ -54,7 +54,7 @@ class ErrorBudget:
 
     @property
     def max_row_rms_error(self) -> Array:
-        """The maximum root mean square (RMS) error of a row, as one share for each element."""
+        """The maximum root mean square (RMS) error of a row, as an array with one share for each element."""
         return self.rounding + ROW_FACTOR * self.arithmetic
 
 
@@ -72,10 +72,11 @@ def count_terms_per_element(case: Case) -> int:
 
 
 class ExpectedResult:
-    """The results of the reference for one case, and the error that each element may have.
+    """The float64 results of the reference for one case, from which the permitted errors are computed.
 
-    `arrays` has the results. `arithmetic` is the relative error of one operation. `growth` is the growth of the
-    error with the number of terms.
+    - `arrays`: the results.
+    - `arithmetic`: the relative error of one operation.
+    - `growth`: how the error grows with the number of terms.
     """
 
     def __init__(self, case: Case, operands: Mapping[str, Array], arithmetic: float = F32_EPS) -> None:
@@ -122,7 +123,7 @@ class ExpectedResult:
         return budgets
 
     def find_nan_from_infinities(self, result: int) -> Array:
-        """Return a mask of the elements that may be NaN because an infinity of an operand may act as NaN.
+        """Return a mask of the elements that may be NaN, because a backend may turn an infinity of an operand into NaN.
 
         Args:
             result: index of the result.
@@ -132,7 +133,7 @@ class ExpectedResult:
         return np.asarray(np.isnan(self._run_reference(damaged, self.attrs)[result]))
 
     def find_infinities_with_unstable_sign(self, result: int) -> Array:
-        """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
+        """Return a mask of the infinite elements whose sign a rounding of operands can change, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):
@@ -144,7 +145,7 @@ class ExpectedResult:
         return found
 
     def _compute_underflow_error(self) -> float:
-        """Compute the error from an intermediate number that underflows and is then multiplied by operands.
+        """Compute the error of a result if an intermediate number underflows before it is multiplied by operands.
 
         If subnormal numbers must be kept, the error is the rounding of a subnormal number.
         """
@@ -160,7 +161,10 @@ class ExpectedResult:
         return self.case.needs_signed_zeros and self.case.inputs in ("denormal", "special")
 
     def _compute_perturbation_errors(self) -> list[Array]:
-        """Compute the sum of the changes of each result if each operand and the attributes are perturbed."""
+        """Compute how much each result changes if operands and attributes are perturbed by a rounding.
+
+        Each operand is perturbed separately, and the attributes are perturbed together. Their changes are added.
+        """
         total = [np.zeros(w.shape) for w in self.arrays]
         rng = np.random.default_rng(0)
         eps = self.arithmetic
@@ -211,9 +215,9 @@ class ExpectedResult:
         )
 
     def _raise_to_row_rms(self, change: Array, result: int) -> Array:
-        """Raise changes to their root mean square (RMS) over the axes within which elements depend on each other.
+        """Raise each change that is below the root mean square (RMS) of its row to this RMS.
 
-        Larger changes stay. The axes are the last axis and the coupled axes of the signature.
+        A row has all elements that depend on each other: the last axis and the coupled axes of the signature.
         """
         if self._has_contracted_axes() or self.count == 1 or not change.ndim or not change.size:
             return change

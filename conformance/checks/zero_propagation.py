@@ -24,9 +24,12 @@ def list_zero_checks(case: Case) -> tuple[str, ...]:
 
 
 def zero_shared_entries(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
-    """Set random operand entries to zero; return the operands, and a mask of the result entries that must be zero.
+    """Set random entries of operands to zero, and find the result entries that must become zero.
 
     The zeros are at random indices of the leading axes that the operands share with the result.
+
+    Returns:
+        The operands with zeros, and a mask of these result entries.
     """
     names = case.check.removeprefix(f"{CHECK_NAME}-").split("+")
     (result,) = infer_result_specs(case)

@@ -52,7 +52,12 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorConversion:
-    """A tensor of the model, the dtype that it was meant to get, and the dtype that fits its rows."""
+    """The conversion of one tensor.
+
+    - `tensor`: the tensor of the model.
+    - `required`: the dtype that the request asks for.
+    - `dtype`: the dtype that it gets. It differs if the rows of the tensor do not fit `required`.
+    """
 
     tensor: Tensor
     required: DType
@@ -60,7 +65,7 @@ class TensorConversion:
 
     @property
     def description(self) -> TensorDescription:
-        """The tensor in the written file."""
+        """The name, shape and dtype of the tensor in the written file."""
         return TensorDescription(self.tensor.name, self.tensor.shape, self.dtype)
 
     @property
@@ -93,11 +98,14 @@ class ConversionPlan:
         return sum(c.tensor.nbytes for c in self.conversions)
 
     def list_unfitting(self) -> list[TensorConversion]:
-        """Return the conversions to another dtype than the required one, because of the shape of the tensor."""
+        """Return the conversions that cannot get the required dtype because of the shape of the tensor."""
         return [c for c in self.conversions if c.dtype is not c.required]
 
     def list_without_importance(self) -> list[TensorConversion]:
-        """Return the conversions to quantised dtypes that have no importances, although there are some for others."""
+        """Return the conversions to a quantised dtype for which the importance matrix has no entry.
+
+        Without an importance matrix the list is empty.
+        """
         if self.importance is None:
             return []
         changed = (c for c in self.conversions if c.dtype is not c.tensor.dtype and c.dtype.is_quantised)
@@ -140,7 +148,10 @@ def plan_conversion(
 
 
 def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
-    """Return the facts of a model that mixtures read; missing metadata give the facts of a simple model."""
+    """Return the facts about a model that the mixture rules read.
+
+    Missing metadata give the facts of a simple model.
+    """
     architecture = model.get("general.architecture", str, "")
     layers = model.get(f"{architecture}.block_count", int, 0)
     heads, key_heads = (
@@ -154,7 +165,10 @@ def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:
 
 
 def _read_first(model: Gguf, key: str) -> int | None:
-    """Return a number, or the number of the first layer."""
+    """Return an integer of the metadata; None if the key is missing.
+
+    Of a list with one value per layer, the first value is returned.
+    """
     return model.read_per_layer(key, int, 1)[0] if key in model.metadata else None
 
 
@@ -198,7 +212,7 @@ def write_model(
 
 
 def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
-    """Return the conversions of each file of the model."""
+    """Group the conversions by the file of the model that contains their tensor."""
     groups: dict[Path, list[TensorConversion]] = {path: [] for path in plan.model.part_paths}
     for c in plan.conversions:
         groups[c.tensor.file.path].append(c)
@@ -206,7 +220,7 @@ def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
 
 
 def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
-    """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
+    """Return the metadata pairs of the first written file: those of the model, with facts of this conversion."""
     pairs = {k: v for k, v in read_encoded_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")}
     values: list[tuple[str, MetadataType, int | str]] = [
         ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),
@@ -259,7 +273,11 @@ def _take_first(waiting: deque[tuple[int, Future[np.ndarray]]], report: Progress
 
 
 def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances | None) -> np.ndarray:
-    """Return rows in the storage form of the new dtype; raise `ModelError` for a value that it cannot hold."""
+    """Convert rows to the storage format of the new dtype.
+
+    Raises:
+        ModelError: The dtype cannot hold a value.
+    """
     if c.dtype is c.tensor.dtype:
         return np.ascontiguousarray(rows)
     x = dequantise(rows, c.tensor.dtype)

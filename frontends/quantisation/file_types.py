@@ -14,7 +14,10 @@ from ..errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """A type of whole files. `number` is the value of ``general.file_type``; most tensors have `dtype`."""
+    """A file type of llama.cpp, such as Q4_K_M, which determines the dtypes of all tensors of a file.
+
+    `number` is the value of ``general.file_type``. Most tensors have the dtype `dtype`.
+    """
 
     name: str
     number: int
@@ -65,12 +68,12 @@ MISSING_FILE_TYPES = {
 
 
 def find_writable_dtype(text: str) -> DType | None:
-    """Return the dtype of a name in any case, or None if it cannot be written."""
+    """Return the dtype with a name, or None if it cannot be written; upper and lower case are equal."""
     return next((dtype for dtype in WRITABLE_DTYPES if dtype.text.lower() == text.lower()), None)
 
 
 def parse_file_type(text: str) -> FileType:
-    """Return the file type of a name in any case.
+    """Return the file type with a name; upper and lower case are equal.
 
     Raises:
         ModelError: There is no such type, or hocket has no quantiser for it.

@@ -25,14 +25,17 @@ SUMS_SUFFIX, COUNTS_SUFFIX = ".in_sum2", ".counts"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceMatrix:
-    """Importances by the name of the weight, float32 [matrices, columns], and facts for the metadata of files."""
+    """How much each column of each weight matters for the error of a quantisation.
+
+    It has importances by the name of the weight, float32 [matrices, columns], and facts for the metadata of files.
+    """
 
     path: Path
     columns: Mapping[str, Importances]
     chunk_count: int | None
 
     def find(self, tensor: Tensor) -> Importances | None:
-        """Return the importances [matrices, columns] of a weight, or None.
+        """Return the importances [matrices, columns] of a weight, or None if there are none.
 
         Raises:
             ModelError: The importances have another shape than the weight.

@@ -19,7 +19,7 @@ from .file_types import FileType
 
 
 class ModelPart(Enum):
-    """The part of a model that a tensor is, as far as mixtures distinguish parts."""
+    """The part of a model that a tensor belongs to; only parts that the mixture rules distinguish."""
 
     OUTPUT = "output"
     EMBEDDING = "token_embd"
@@ -100,7 +100,10 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of a model that mixtures read. `query_groups` is the number of query heads for each key head, or 0."""
+    """The facts about a model that mixture rules read.
+
+    `query_groups` is the number of query heads for each key head, or 0.
+    """
 
     architecture: str
     layer_count: int
@@ -117,12 +120,13 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TypeRequest:
-    """The wishes of a user for the dtypes of tensors.
+    """What the user asks for the dtypes of the written tensors.
 
     Attributes:
         file_type: The type of the file.
-        is_pure: Whether all tensors have the dtype of the file, without a mixture.
-        overrides: Patterns that are searched in names, with a dtype each; the first match applies.
+        is_pure: Whether all tensors have the dtype of the file, without more bits for important tensors.
+        overrides: Pairs of a regular expression and a dtype. The first expression found in the name of a tensor
+            applies.
         output_dtype: The dtype of the output matrix.
         embedding_dtype: The dtype of the token embedding.
         keeps_output: Whether ``output.weight`` keeps its dtype.
@@ -137,7 +141,7 @@ class TypeRequest:
 
 
 def find_part(name: str) -> ModelPart:
-    """Return the part of a model that a tensor is."""
+    """Return the part of a model that the tensor with this name belongs to."""
     if name == "output.weight":
         return ModelPart.OUTPUT
     if name in EMBEDDING_NAMES:
@@ -146,7 +150,7 @@ def find_part(name: str) -> ModelPart:
 
 
 def is_quantisable(tensor: Shaped, architecture: str) -> bool:
-    """Return whether a tensor takes another dtype: a matrix that products or look-ups read."""
+    """Return whether a conversion changes the dtype of a tensor: it is a float matrix for products or look-ups."""
     name = tensor.name
     excluded = (*EXCLUDED_NAMES, *EXCLUDED_NAMES_BY_ARCHITECTURE.get(architecture, ()))
     axes = len(tensor.shape) - next((i for i, n in enumerate(tensor.shape) if n > 1), len(tensor.shape))
@@ -161,15 +165,15 @@ def is_quantisable(tensor: Shaped, architecture: str) -> bool:
 
 
 def find_layer(name: str) -> int:
-    """Return the layer number in a name; -1 if there is none."""
+    """Return the layer number in the name of a tensor; -1 if there is none."""
     match = re.match(r"blk\.(\d+)\.", name)
     return int(match[1]) if match else -1
 
 
 def choose_dtypes(tensors: Iterable[Shaped], request: TypeRequest, facts: ModelFacts) -> dict[str, DType]:
-    """Return the dtype of each tensor by its name, in the order of the tensors.
+    """Choose the dtype of each tensor for a request; return the dtypes by name, in the order of the tensors.
 
-    Rows may be no whole number of blocks; `fit_dtype` gives the dtype that replaces this one.
+    A chosen dtype may have blocks that do not divide the rows; `fit_dtype` then replaces it.
 
     Raises:
         ModelError: A layer number is beyond the layers of the model.
@@ -183,7 +187,7 @@ def choose_dtypes(tensors: Iterable[Shaped], request: TypeRequest, facts: ModelF
 
 
 def fit_dtype(dtype: DType, columns: int) -> DType:
-    """Return `dtype`, or the dtype that replaces it for rows that are no whole number of its blocks."""
+    """Return `dtype` if its blocks divide rows of `columns` elements, otherwise the dtype that replaces it."""
     if columns % dtype.block == 0:
         return dtype
     smaller = FALLBACK_DTYPES.get(dtype, dtype)
@@ -191,12 +195,19 @@ def fit_dtype(dtype: DType, columns: int) -> DType:
 
 
 def gets_more_bits(layer: int, layers: int) -> bool:
-    """Return whether a layer has more bits in the ``_M`` types: the first and last eighth, and every third between."""
+    """Return whether the ``_M`` file types give a layer more bits.
+
+    They do so for the first and last eighth of the layers, and for every third layer between.
+    """
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
 class _Mixture:
-    """The choice of dtypes for one model; it counts the value and down matrices of earlier layers."""
+    """Chooses the dtype of each tensor of one model by the mixture rules of llama-quantize.
+
+    A mixture gives more bits to important tensors. Its rules depend on how many value and down matrices came before, so
+    an instance counts them.
+    """
 
     def __init__(self, request: TypeRequest, facts: ModelFacts, tensors: Sequence[Shaped]) -> None:
         self.request, self.facts = request, facts
@@ -248,14 +259,14 @@ class _Mixture:
         return default
 
     def _mix_output(self, tensor: Shaped, default: DType) -> DType:
-        """Return the dtype of the output matrix, which a tied embedding also is."""
+        """Return the dtype of the output matrix, or of a token embedding that is also the output matrix."""
         if self.request.output_dtype is not None:
             return self.request.output_dtype
         has_8_bits = self.facts.architecture == "falcon" or tensor.shape[-1] % default.block
         return DType.Q8_0 if has_8_bits or default in (DType.Q8_0, DType.MXFP4) else DType.Q6_K
 
     def _mix_value(self, kind: str, default: DType) -> DType:
-        """Return the dtype of a value matrix, which is small and matters much."""
+        """Return the dtype of an attention value matrix, which is small and matters much for the error."""
         number, self.seen["value"] = self.seen["value"], self.seen["value"] + 1
         is_grouped, dtype = self.facts.query_groups >= 4, default
         if kind == "Q2_K":

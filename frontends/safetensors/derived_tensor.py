@@ -16,7 +16,10 @@ from ..gguf import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DerivedTensor(Tensor):
-    """A tensor that `compute` makes from `source` at each read; file and offset are the ones of the source."""
+    """A tensor that is computed from another tensor at each read.
+
+    `compute` returns its elements. File and offset are those of the source tensor.
+    """
 
     source: Tensor
     change: str
@@ -25,17 +28,17 @@ class DerivedTensor(Tensor):
 
     @property
     def origin(self) -> WeightOrigin:
-        """The identity of the elements: the origin of the source, and the computation."""
+        """The identity of the elements for caches: the origin of the source tensor and the name of the computation."""
         origin = self.source.weight_origin
         return WeightOrigin(origin.file, f"{origin.version} {self.change}", origin.offset)
 
     @property
     def raw(self) -> np.ndarray:
-        """The elements ``dtype.storage`` [*shape] as a new array."""
+        """The computed elements in the storage dtype ``dtype.storage``, [*shape], as a new array."""
         return np.ascontiguousarray(self.compute(self.source.raw))
 
     def release(self) -> None:
-        """Release the memory of the bytes of the source."""
+        """Release the memory that holds the source tensor's bytes."""
         self.source.release_memory()
 
     def dequantise(self) -> npt.NDArray[np.float32]:

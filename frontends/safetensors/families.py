@@ -31,7 +31,7 @@ LAYER_NAME = re.compile(r"model\.layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class FolderFamily:
-    """The differences between the families of model folders."""
+    """The properties in which one family of Hugging Face model folders differs from others, such as Llama from Qwen."""
 
     architecture: str
     """Value of ``general.architecture``."""
@@ -97,7 +97,11 @@ FAMILIES = {
 
 
 def choose_family(config: JsonObject) -> FolderFamily:
-    """Return the family of a folder; raise `ModelError` for one that is not supported."""
+    """Return the family of a model folder from its ``config.json``.
+
+    Raises:
+        ModelError: The family is not supported.
+    """
     kind = config.get_text("model_type", "")
     if kind not in FAMILIES:
         raise config.make_error(
@@ -113,7 +117,7 @@ def choose_family(config: JsonObject) -> FolderFamily:
 
 
 def map_tensor_name(family: FolderFamily, name: str) -> str | None:
-    """Return the name of a tensor in GGUF, or None if the family has no such tensor."""
+    """Translate a tensor name of a Hugging Face folder to GGUF; None if the family has no such tensor."""
     if match := LAYER_NAME.fullmatch(name):
         part = family.block_names.get(match[2])
         return part and f"blk.{int(match[1])}.{part}.{match[3]}"
@@ -122,9 +126,10 @@ def map_tensor_name(family: FolderFamily, name: str) -> str | None:
 
 
 def read_rope(config: JsonObject) -> JsonObject:
-    """Return the parameters of the rotary embedding of full attention, with `rope_theta` and `rope_type`.
+    """Return the rotary embedding parameters from ``config.json``, with `rope_theta` and `rope_type`.
 
-    Older files have them in ``rope_scaling`` and ``rope_theta``, newer ones in ``rope_parameters``.
+    Older files have them in ``rope_scaling`` and ``rope_theta``, newer ones in ``rope_parameters``. If attention layers
+    have different parameters, those of full attention are returned.
     """
     rope = config.get_object("rope_parameters")
     if not rope.pairs:
@@ -138,15 +143,15 @@ def read_rope(config: JsonObject) -> JsonObject:
 
 
 def read_head_size(config: JsonObject) -> int:
-    """Return the values of one head: ``head_dim``, or the width divided by the heads."""
+    """Return the size of an attention head: ``head_dim``, or the model width divided by the number of heads."""
     size = config.get_integer("head_dim")
     return size or config.require_integer("hidden_size") // config.require_integer("num_attention_heads")
 
 
 def read_hyperparameter_pairs(family: FolderFamily, config: JsonObject) -> dict[str, Pair]:
-    """Return the hyperparameters of ``config.json`` as pairs of GGUF.
+    """Return the hyperparameters of ``config.json`` as metadata pairs of GGUF.
 
-    The context of a model with a window that its architecture lacks in GGUF is at most that window.
+    Some architectures have no sliding window in GGUF. For a model with a window, their context is at most the window.
     """
     arch, heads, head_size = family.architecture, config.require_integer("num_attention_heads"), read_head_size(config)
     pairs: dict[str, Pair] = {

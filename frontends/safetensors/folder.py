@@ -122,7 +122,7 @@ def _map_tensors(family: FolderFamily, config: JsonObject, stored: dict[str, Ten
 
 
 def _convert_tensor(family: FolderFamily, config: JsonObject, tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor of the file under its new name, with the elements that its architecture needs in GGUF."""
+    """Rename a tensor of the file, and derive the elements that its architecture needs in GGUF."""
     part = name.split(".")[-2]
     heads = 0
     if family.permutes_rows and part in ("attn_q", "attn_k"):
@@ -184,7 +184,10 @@ def _compute_elements(source: DType, dtype: DType, heads: int, offset: float, el
 
 
 def _make_rope_factors(config: JsonObject) -> Tensor:
-    """Return the factors of the frequencies of Llama 3.1: 1 for short waves, `factor` for long ones."""
+    """Return the tensor of divisors of rotary frequencies for Llama 3.1.
+
+    Short waves have 1, long waves have `factor`, and a ramp lies between.
+    """
     rope, size = read_rope(config), read_head_size(config)
     factor, low, high = (
         rope.get_number(key, default)

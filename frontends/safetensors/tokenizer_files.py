@@ -26,7 +26,7 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"
 
 
 def read_tokenizer(folder: Path, config: JsonObject, vocabulary: int) -> dict[str, Pair]:
-    """Return the ``tokenizer.*`` pairs of a folder; without ``tokenizer.json`` the model has no vocabulary.
+    """Return the ``tokenizer.*`` metadata pairs of a folder; without ``tokenizer.json`` they state no vocabulary.
 
     Args:
         folder: The model folder.
@@ -121,7 +121,7 @@ def _compute_scores(tokens: list[str], merges: list[tuple[str, str]]) -> list[fl
 
 
 def _find_pre_tokenizer(whole: JsonObject, model: JsonObject) -> str:
-    """Return the name that llama.cpp gives to the rule with the patterns of this file."""
+    """Return the name of the pre-tokenizer of llama.cpp that has the same split patterns as this tokenizer file."""
     patterns = tuple(_list_patterns(whole.get_object("pre_tokenizer")))
     ignores_merges = model.get_boolean("ignore_merges", False)
     known = [name for name, rule in PRE_TOKENIZERS.items() if rule.patterns == patterns and rule.uses_byte_letters]
@@ -166,7 +166,10 @@ def _read_special_tokens(settings: JsonObject, config: JsonObject, ids: Mapping[
 
 
 def _read_added_ends(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]:
-    """Return whether BOS and EOS are added: by the template of the post-processor, else by the settings."""
+    """Return the metadata pairs that state whether BOS and EOS are added to a text.
+
+    The template of the post-processor decides; without one, the settings do.
+    """
     processors = [whole.get_object("post_processor")]
     processors += [JsonObject(whole.path, p) for p in processors[0].get_list("processors") if isinstance(p, dict)]
     for processor in processors:
@@ -177,7 +180,10 @@ def _read_added_ends(whole: JsonObject, settings: JsonObject) -> dict[str, Pair]
 
 
 def _has_space_prefix(whole: JsonObject) -> bool:
-    """Whether a text begins with a space mark: a normalizer Prepend, or Metaspace with a prefix."""
+    """Return whether the tokenizer puts a space mark before a text.
+
+    It does so with a Prepend normalizer, or with Metaspace and a prefix.
+    """
     normalizer, rule = whole.get_object("normalizer"), whole.get_object("pre_tokenizer")
     kinds = {normalizer.get_text("type", "")}
     kinds |= {str(part.get("type")) for part in normalizer.get_list("normalizers") if isinstance(part, dict)}

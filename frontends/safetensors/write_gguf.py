@@ -25,12 +25,12 @@ Pair: TypeAlias = int | float | bool | str | Sequence[str] | Sequence[int] | Seq
 
 
 def encode_pairs(pairs: Mapping[str, Pair]) -> dict[str, bytes]:
-    """Return each metadata pair as GGUF bytes: integers as uint32, numbers as float32, lists of integers as int32."""
+    """Encode metadata pairs as GGUF bytes: integers as uint32, numbers as float32, lists of integers as int32."""
     return {key: encode_string(key) + _encode_value(value) for key, value in pairs.items()}
 
 
 def decode_pairs(pairs: Mapping[str, bytes], path: Path) -> dict[str, MetadataValue]:
-    """Return the metadata of encoded pairs, with the types that a GGUF file of them has.
+    """Decode metadata pairs from GGUF bytes to values of the same types as those of an opened GGUF file.
 
     The arrays keep a copy of the bytes in anonymous memory.
     """

@@ -21,10 +21,10 @@ UNFINISHED_FILE_PREFIX = ".hocket-"
 
 @contextmanager
 def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` at the end of the context; after an error `path` is unchanged.
+    """Open a temporary file that takes the place of `path` when the context ends without an error.
 
-    A symbolic link is followed, and an existing file keeps its mode. A pipe or a device such as /dev/null is written
-    directly.
+    After an error `path` is unchanged. A symbolic link is followed, and an existing file keeps its mode. A pipe or a
+    device such as /dev/null is written directly.
 
     Args:
         path: The file to write.
@@ -84,10 +84,13 @@ def require_writable(path: str | Path) -> None:
 
 
 def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | None]:
-    """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
+    """Follow all links of `path` to a plain file or an unused name.
 
-    The path is None for a pipe, a device, or a deleted file behind a link such as /dev/stdout. The status is None
-    without a file. Raises `OSError`.
+    Raises `OSError`.
+
+    Returns:
+        The resolved path and the status of the file. The path is None for a pipe, a device, or a deleted file behind a
+        link such as /dev/stdout. The status is None if no file exists.
     """
     target = os.path.realpath(path)
     try:

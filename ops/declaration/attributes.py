@@ -67,7 +67,7 @@ ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingPro
 
 
 def float_attribute(attrs: Attrs, name: str) -> float:
-    """Return an attribute that is a number, as `normalise_attribute` has checked."""
+    """Return attribute `name` as a float; `normalise_attribute` has checked that it is a number."""
     value = attrs[name]
     assert isinstance(value, int | float), f"{name} is normalised to a number"
     return value

@@ -7,10 +7,14 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AxisLink:
-    """A link of axes: axes of operand `operand` and axes of the result that have the same index.
+    """A link between axes of an operand and axes of the result: entries with equal indices belong together.
 
-    Several axes on one side are a product, outer axis first. `start` is the first index of the shorter side within the
-    longer side: within the operand for a slice, within the result for a concatenation.
+    The planner uses links to shard both sides in the same way.
+
+    - `operand`: the index of the operand.
+    - If one side has several axes, they count as their product, outer axis first.
+    - `start`: if one side is shorter, the offset of its first entry within the longer side. The operand is longer for a
+      slice, and the result is longer for a concatenation.
 
     A result axis without a link may be sharded freely if the op is a view; otherwise each device computes all of it.
     An operand axis without a link must be complete on every device.
@@ -23,17 +27,19 @@ class AxisLink:
 
 
 def link_first_operand_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
-    """Link single axes of the first operand to axes of the result.
+    """Link axes of the first operand to axes of the result, one to one.
 
     Args:
-        axes: the result axis by operand axis, or the axes that keep their number.
+        axes: the result axis for each operand axis. A range links each of its axes to the result axis of equal number.
     """
     pairs = axes.items() if isinstance(axes, dict) else ((i, i) for i in axes)
     return tuple(AxisLink(0, (source,), (result,)) for source, result in pairs)
 
 
 def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
-    """Link the axes of a reshape: the shortest groups of neighbouring axes of both shapes with equal element counts.
+    """Link the axes of an operand to the axes of its reshape.
+
+    Each link has the shortest groups of neighbouring axes on both sides that have equal element counts.
 
     Args:
         source: shape of the operand.

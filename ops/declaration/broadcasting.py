@@ -18,9 +18,9 @@ def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
 
 
 def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
-    """Repeat the entries of the leading axes of `w` to the shape `leading`: entry i of an axis is ``w[i // ratio]``.
+    """Repeat each entry of the leading axes of `w` until they have the shape `leading`; copies are neighbours.
 
-    The last `trailing` axes of `w` stay.
+    Entry i of a repeated axis is ``w[i // ratio]``. The last `trailing` axes of `w` stay as they are.
     """
     axes = (1,) * (len(leading) - (w.ndim - trailing)) + w.shape[: w.ndim - trailing]
     w = w.reshape(axes + w.shape[w.ndim - trailing :])

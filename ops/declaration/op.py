@@ -239,7 +239,7 @@ class Op(Generic[R]):
         return self.as_view is not None
 
     def resolve_sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> DimensionSizes:
-        """Return the sizes of all dimensions, with derived sizes and integer attributes.
+        """Return the size of each dimension by name, including derived sizes and integer attributes.
 
         Raises:
             SignatureMismatch: operands do not fit the signature.
@@ -252,25 +252,32 @@ class Op(Generic[R]):
         return DimensionSizes(named, bound.leading)
 
     def inplace_pairs(self, attrs: Attrs) -> tuple[tuple[int, str], ...]:
-        """Return pairs (result index, operand) in which the result may overwrite the operand."""
+        """Return pairs (result index, operand name): this result may overwrite the memory of this operand."""
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
     def overwritten_entries(self, attrs: Attrs) -> tuple[str, int] | None:
-        """Return (operand with entry numbers, axis) of the entries that an in-place result changes; None means all."""
+        """Return which entries of the operand's memory an in-place result changes.
+
+        The tuple has the operand that contains the numbers of these entries, and the axis that the numbers count along.
+        None means that all entries change.
+        """
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
     def linear_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Return the operands through which a partial sum may pass; ``"a+b"`` means both together."""
+        """Return the names of the operands in which the op is linear; ``"a+b"`` means in both together."""
         return self.linear(attrs) if callable(self.linear) else self.linear
 
     def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Return the operands in which zeros give zeros."""
+        """Return the operands that give a zero result wherever they are zero."""
         return (*self.linear_operands(attrs), *self.zeros)
 
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand are the first axes of the result, index by index."""
+        """Return whether the first `count` axes of an operand are also the first axes of the result, index by index.
+
+        `operand` is the index of the operand.
+        """
         source = specs[operand]
         if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
             return False
@@ -308,7 +315,7 @@ class Op(Generic[R]):
 
 
 def _format_annotation(annotation: Any) -> str:
-    """Return an annotation as text; it is a type if its module does not postpone annotations."""
+    """Return a type annotation as text; without ``from __future__ import annotations`` it is a type object."""
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
@@ -318,9 +325,9 @@ def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]
 
 
 class _OpDecorator:
-    """The decorator that `op(...)` returns, which makes an op of a reference function.
+    """A decorator that turns a float64 reference function into an `Op`; `op(...)` returns it.
 
-    Its types make a reference with two result arrays an op with two result values.
+    Its overloads tell type checkers the result count: a reference that returns two arrays gives an op with two values.
     """
 
     def __init__(self, **parts: Any) -> None:

@@ -14,7 +14,8 @@ from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 class LegalRange:
     """The legal values of an operand: from `low` to `high` inclusive.
 
-    If `high` is the name of a dimension, values are less than its size. If `distinct`, no value of a row repeats.
+    If `high` is the name of a dimension, the values are row numbers, so they are less than its size. If `distinct` is
+    set, no value occurs twice in a row of the operand.
     """
 
     low: float

@@ -25,7 +25,7 @@ def integer_attribute(attrs: Attrs, name: str) -> int:
 
 
 def axis_attribute(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
-    """Return an attribute that is an axis of `spec`, counted from the front.
+    """Return attribute `name`, which is an axis of `spec`; an axis counted from the end becomes one from the front.
 
     Raises:
         SignatureMismatch: `spec` has no such axis.

@@ -55,7 +55,10 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
 
 
 class DimensionRole(Enum):
-    """The role of a dimension: how it may be sharded. The value is its sign in a signature."""
+    """The role of a dimension, which decides how it may be sharded; the module docstring explains the roles.
+
+    The value is the sign of the role in a signature.
+    """
 
     PARALLEL = ""
     CONTRACTED = "+"
@@ -64,7 +67,7 @@ class DimensionRole(Enum):
 
 
 class LeadingAxes(Enum):
-    """How the leading axes of an operand correspond to the leading axes of the other operands."""
+    """How an operand broadcasts over the leading axes of a signature; the module docstring explains each notation."""
 
     NONE = ""
     EQUAL = "..."
@@ -75,10 +78,11 @@ class LeadingAxes(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One axis of an operand or a result.
+    """One axis of an operand or a result, as a signature declares it.
 
-    `factors` are names or numbers, outer factor first; there is one unless the axis is a product. `index` is the
-    operand with the row numbers of an indexed axis, otherwise empty. With `may_be_one`, the axis may have size 1.
+    - `factors`: names or numbers. An axis has one, or several if its size is a product; the outer factor is first.
+    - `index`: for an indexed axis, the operand with the row numbers; otherwise empty.
+    - `may_be_one`: whether the axis may also have size 1.
     """
 
     factors: tuple[str, ...]
@@ -89,10 +93,10 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand or result of a signature.
+    """The declaration of one operand or result in a signature.
 
-    `dims` are its axes after the leading axes. A result has no name. A result with empty `dtypes` has the dtype of
-    operand `dtype_of`, or of the first operand.
+    `dims` are its axes after the leading axes. A result has no name. If `dtypes` of a result is empty, the result has
+    the dtype of operand `dtype_of`, or of the first operand if `dtype_of` is empty.
     """
 
     name: str
@@ -136,18 +140,21 @@ class Signature:
 
     @property
     def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
-        """The operand with an indexed dimension, and this dimension, which is its first one; otherwise None."""
+        """The first indexed dimension of the signature, with its operand; None if there is none.
+
+        An indexed dimension is a table axis whose row numbers another operand has.
+        """
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
     def keeps_leading_axes(
         self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: DimensionSizes, count: int
     ) -> bool:
-        """Return whether the first `count` axes of an operand are the first axes of the only result, index by index.
+        """Return whether the first `count` axes of an operand are the first axes of the result, with equal indices.
 
         Args:
             operand: an operand of this signature.
             shape: shape of the operand.
-            result: shape of the result.
+            result: shape of the result; the signature has one result.
             sizes: sizes of all dimensions.
             count: number of axes.
         """
@@ -155,7 +162,7 @@ class Signature:
         return len(self.results) == 1 and mine == self._name_axis_indices(self.results[0], result, sizes)[:count]
 
     def _name_axis_indices(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
-        """Return a name for the index along each axis; axes with equal names have the same index."""
+        """Return a name for each axis of an operand or result; axes with equal names always have equal indices."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
@@ -186,7 +193,12 @@ class Signature:
         return solver.solve_sizes()
 
     def result_specs(self, specs: Sequence[Spec | None], sizes: DimensionSizes) -> tuple[Spec, ...]:
-        """Return the specs of the results; `sizes` must have all their dimensions."""
+        """Compute the specs of the results from the operand specs.
+
+        Args:
+            specs: specs of the operands.
+            sizes: sizes of all dimensions that the results have.
+        """
         by_name = {o.name: s for o, s in zip(self.operands, specs, strict=True)}
         results = []
         for result in self.results:
@@ -202,7 +214,7 @@ def _compute_size(dim: Dimension, named: Mapping[str, int]) -> int:
 
 
 class _SizeSolver:
-    """A solver for the sizes of dimensions: it collects the shapes of operands and checks that they are consistent."""
+    """A solver for the sizes of named dimensions: it reads operand shapes and checks that they agree."""
 
     def __init__(self) -> None:
         self.named: dict[str, int] = {}
@@ -211,7 +223,7 @@ class _SizeSolver:
         self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
     def add_operand_shape(self, operand: Operand, shape: tuple[int, ...]) -> None:
-        """Add the shape of an operand."""
+        """Set or check the sizes of all dimensions that an operand has, from its shape."""
         extra = len(shape) - len(operand.dims)
         if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
             prefix = "at least " if operand.leading is not LeadingAxes.NONE else ""
@@ -229,7 +241,7 @@ class _SizeSolver:
                 self.set_or_check_size(dim.factors[0], size, operand)
 
     def set_or_check_size(self, name: str, size: int, operand: Operand) -> None:
-        """Set the size of a dimension, or check the size that it has already."""
+        """Set the size of dimension `name`; if it is set already, check that it equals `size`."""
         if name.isdecimal():
             if int(name) != size:
                 raise SignatureMismatch(f"an axis of {operand.text} is {size}; it must be {name}")
@@ -239,7 +251,7 @@ class _SizeSolver:
             self.source.setdefault(name, operand.text)
 
     def solve_sizes(self) -> DimensionSizes:
-        """Return all sizes, after the unknown factors of product axes are computed."""
+        """Compute the factors of product axes that are still unknown, and return the sizes of all dimensions."""
         waiting = self.products
         while waiting:
             later = [p for p in waiting if not self._solve_product(*p)]
@@ -353,5 +365,5 @@ def parse_signature(text: str) -> Signature:
 
 
 def merge_integer_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of dimensions and the integer attributes by name, because results may use both as sizes."""
+    """Return the dimension sizes and the integer attributes in one mapping by name; results may use both as sizes."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

@@ -82,7 +82,7 @@ def _infer_where(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_full_size_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link the axes of each operand that have the size of the result axis; axes of size 1 have no link."""
+    """Link the axes of each operand to the result axes of equal size; broadcast axes (size 1) have no link."""
     shape = first_spec(specs).shape
     links = []
     for operand, spec in enumerate(specs):

@@ -13,9 +13,9 @@ from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
 
 
 def vectorise_scalar(function: Callable[[float], float]) -> Callable[[Array], Array]:
-    """Return a function of arrays that applies a function of floats to each element, as exactly as libm.
+    """Return a function that applies a function of floats, such as `math.erf`, to each element of an array.
 
-    NumPy lacks such functions as erf.
+    It has the precision of libm, and NumPy lacks some of these functions.
     """
     apply = np.frompyfunc(function, 1, 1)
 

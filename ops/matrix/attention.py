@@ -49,9 +49,9 @@ def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | 
 
 
 def _list_unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
-    """Return the head dimensions, which must not be sharded, if ALiBi or tiled masks depend on the index of a head.
+    """Return the head dimensions if a computation depends on the number of a head, otherwise an empty tuple.
 
-    Otherwise the result is empty.
+    ALiBi slopes and tiled masks depend on it. A shard would number its heads from 0, so these dimensions stay whole.
     """
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 

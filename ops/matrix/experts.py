@@ -15,9 +15,9 @@ from ..movement.sharded_tables import check_row_range, estimate_busiest_device_e
 
 
 def _count_selected_entry_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
-    """Return the expected bytes of the entries of `table` that `ids` select, at most one entry for each id.
+    """Return the expected bytes of the entries of `table` that `ids` select; each id selects at most one entry.
 
-    If each device has a part of the experts, these are the bytes on the busiest device.
+    If the experts are sharded over devices, these are the bytes on the busiest device.
     """
     own, total = table.shape[0], attrs["total"]
     assert isinstance(total, int)
@@ -38,7 +38,7 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
 def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
     """Return the floating-point operations of `mul_mat_id` for one index of the leading axes.
 
-    If each device has a part of the experts, these are the operations on the busiest device.
+    If the experts are sharded over devices, these are the operations on the busiest device.
     """
     entries = batch * r * v
     return 2 * n * k * estimate_busiest_device_entries(entries, experts, total or experts) / max(1, batch)

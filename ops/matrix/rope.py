@@ -110,7 +110,13 @@ def rope(
 
 
 def make_rotary_pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
-    """Return the slices of the first and of the second elements of all pairs, along the last axis."""
+    """Return two slices of the last axis: the first elements of all rotated pairs, and their second elements.
+
+    Args:
+        n_dims: number of rotated elements.
+        mode: ``normal`` pairs neighbours; ``neox`` pairs element i with element ``i + n_dims / 2``.
+        offset: first rotated element.
+    """
     if mode == "normal":
         return slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2)
     half = n_dims if mode == "vision" else n_dims // 2
@@ -226,7 +232,16 @@ def rope_multi(
 
 
 def map_pairs_to_positions_and_frequencies(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
-    """Map each of `count` pairs to the index of its position (0 to 3) and to the index of its frequency."""
+    """Assign to each rotary pair of `rope_multi` one of its four positions and one frequency.
+
+    Args:
+        count: number of pairs.
+        sections: number of pairs of each position.
+        mode: assignment of positions, as in `rope_multi`.
+
+    Returns:
+        For each pair, the index of its position (0 to 3); and for each pair, the index of its frequency.
+    """
     pair = np.arange(count)
     sector = pair % sum(sections)
     ends = np.cumsum(sections)
@@ -259,7 +274,10 @@ def compute_rope_frequencies(half: int, attrs: Attrs, index: Array | None = None
 
 
 def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
-    """Compute the YaRN weight of the unscaled angle per pair: 1 for fast pairs, 0 for slow pairs, linear between."""
+    """Compute the YaRN weight of the unscaled angle for each pair, from 0 to 1.
+
+    Pairs that rotate fast have 1, pairs that rotate slowly have 0, and a linear ramp lies between.
+    """
     context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:

@@ -16,12 +16,14 @@ from ..declaration.op import Array
 
 
 def require_row_numbers(ids: Array, count: int, subject: str) -> Array:
-    """Return `ids`, which must be row numbers from 0 to ``count - 1``; NumPy would accept negative ones.
+    """Check that all `ids` are row numbers from 0 to ``count - 1``, and return them.
+
+    NumPy would accept negative numbers and count them from the end.
 
     Args:
         ids: integers of any shape.
         count: number of rows.
-        subject: name of the ids in the message, plural.
+        subject: name of the ids in the error message, plural.
 
     Raises:
         BackendError: an id is no row number.
@@ -32,14 +34,14 @@ def require_row_numbers(ids: Array, count: int, subject: str) -> Array:
 
 
 def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) -> Array:
-    """Return the local row of each id in the shard of a table; -1 for rows of other shards.
+    """Convert row numbers of a complete table to row numbers of one shard; rows of other shards become -1.
 
     Args:
         ids: row numbers in the complete table.
-        first: first row of the shard.
+        first: number of the shard's first row in the complete table.
         count: number of rows of the shard.
         total: number of rows of the complete table; 0 means `count`.
-        subject: name of the ids in the message, plural.
+        subject: name of the ids in the error message, plural.
 
     Raises:
         BackendError: an id is no row of the complete table.
@@ -49,9 +51,10 @@ def to_local_rows(ids: Array, first: int, count: int, total: int, subject: str) 
 
 
 def check_row_range(first: int, total: int, count: int) -> str | None:
-    """Return a problem if `count` rows from `first` on do not fit in `total` rows, otherwise None.
+    """Return an error message if the shard of `count` rows from row `first` on exceeds the table, otherwise None.
 
-    If `total` is 0, `first` must be 0, too: the table is complete.
+    `total` is the number of rows of the complete table. With 0 there is no shard: the operand is the complete table,
+    and `first` must be 0.
     """
     if total == first == 0 or (total > 0 and 0 <= first <= total - count):
         return None
@@ -60,7 +63,7 @@ def check_row_range(first: int, total: int, count: int) -> str | None:
 
 @lru_cache(maxsize=1024)
 def estimate_busiest_device_entries(entries: int, own: int, total: int) -> int:
-    """Estimate the number of entries on the busiest device, if rows are sharded and entries select rows at random.
+    """Estimate how many of the randomly selected rows of a sharded table are on the device with the most of them.
 
     The result is the mean plus the expected excess of the largest of independent normal counts (Blom, 1958).
 

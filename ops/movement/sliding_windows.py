@@ -52,7 +52,7 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _link_images_and_channels(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Link images and channels; the axes that windows slide over must be complete on every device."""
+    """Link images and channels to the result, so that they may be sharded; other axes must be complete."""
     return link_first_operand_axes({0: 0, 1: 2})
 
 

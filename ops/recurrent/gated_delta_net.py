@@ -60,7 +60,7 @@ def _build_delta_signatures(heads: str) -> dict[str, str]:
 
 
 def _choose_delta_signature_key(attrs: Mapping[str, Attr]) -> str:
-    """Return the key of the signature: the order of heads, then the layout of the state."""
+    """Return the key of the signature for the attributes: the order of value heads, then the state layout."""
     heads = str(attrs["heads"])
     if heads not in _HEADS:
         raise SignatureMismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")

@@ -32,14 +32,15 @@ SLOT_RANGES: Mapping[str, LegalRange] = {
 
 
 def build_recurrence_signatures(operands: str, out: str, state: str) -> dict[str, str]:
-    """Return the signatures of a recurrence by key: one for each `pool`, with one state or several snapshots.
-
-    `choose_recurrence_signature_key` returns the key.
+    """Build the signatures of a recurrence: one for each value of `pool`, with one state or several snapshots.
 
     Args:
         operands: operands before the state, with ``...`` for leading axes.
         out: the first result, with ``...`` for leading axes.
         state: the axes of one state.
+
+    Returns:
+        The signatures by key; `choose_recurrence_signature_key` returns the key of a call.
     """
     result_axes = state.replace("*", "")
     one, pool = f"state[..., {state}]", f"state[*slots, {state}], slots_in[...]: i32"
@@ -67,26 +68,29 @@ def choose_recurrence_signature_key(attrs: Mapping[str, Attr]) -> str:
 
 
 def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
-    """Return pairs (result index, operand) in which the result may overwrite the operand: the new and the old state.
+    """Return the pair of the new state (result index) and the old state (operand), which may share memory.
 
-    There is no pair if the pool is only read.
+    The tuple is empty if the pool is only read.
     """
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
 def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
-    """Return the entries that an in-place result changes: the rows `slots_out` of a pool; None means all entries."""
+    """Return which entries of the state operand an in-place result changes.
+
+    For an updated pool, these are the rows with the numbers in `slots_out`. None means all entries.
+    """
     return ("slots_out", 0) if attrs.get("pool") == "update" else None
 
 
 def check_snapshot_count(snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    """Return a problem with the number of snapshots, or None.
+    """Return an error message if the number of snapshots is wrong, or None.
 
-    The number is at least 1 and equals the rows per sequence in `slots_out`.
+    It must be at least 1, and `slots_out` must have one row number per sequence and snapshot.
 
     Args:
         snapshots: number of states to return per sequence.
-        saved: rows per sequence in `slots_out`; None without an axis of snapshots.
+        saved: row numbers per sequence in `slots_out`; None if `slots_out` has no axis of snapshots.
     """
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
@@ -96,7 +100,9 @@ def check_snapshot_count(snapshots: int, saved: int | None = None, **_: object) 
 
 
 def make_recurrence_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
-    """Return a function that counts the bytes of one run of a recurrence; of a pool, only the rows in the slots count.
+    """Return a function that counts the bytes that one run of a recurrence reads and writes.
+
+    Of a pool of states, only the rows of the sequences in the run count.
 
     Args:
         index: index of the state operand.

@@ -169,10 +169,10 @@ def softmax(
 
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:
-    """Return the ALiBi slope of each head, float64 [heads]; ones if `max_bias` is 0.
+    """Return the ALiBi slope of each head, float64 [heads]; all slopes are 1 if `max_bias` is 0.
 
-    Slope i is ``2^(-max_bias (i + 1) / n)`` for n the largest power of two up to `heads`; heads from n on have the
-    slopes between.
+    Let n be the largest power of two up to `heads`. Head i below n has the slope ``2^(-max_bias (i + 1) / n)``. The
+    other heads have slopes between these.
     """
     if max_bias <= 0.0 or not heads:
         return np.ones(heads)

@@ -109,12 +109,12 @@ class AnswerParser:
         """Characters that are removed before the next text."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Return the deltas that are certain after another piece of text."""
+        """Add a piece of text, and return the deltas that no later text can change."""
         self._pending += text
         return merge_deltas(self._parse())
 
     def finish(self) -> list[Delta]:
-        """Return the deltas of the text that is still held at the end of the answer."""
+        """Return the deltas of the text that is still pending when the answer ends."""
         deltas = list(self._parse())
         rest, self._pending = self._pending, ""
         if self._mode == "call" and self._span is None:
@@ -131,7 +131,7 @@ class AnswerParser:
                 return
 
     def _parse_begin(self) -> Iterator[Delta]:
-        """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
+        """Decide from the beginning of the answer what it is: a thought, a tool call without marker, or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
             self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE
@@ -203,7 +203,10 @@ class AnswerParser:
                 self._mode, self._stripped, self._span = "content", SPACE, None
 
     def _parse_complete_call(self, text: str) -> list[Delta]:
-        """Return the deltas of a complete tool call in another form, or of the text if it is no tool call."""
+        """Parse a tool call that has arrived completely, in JSON or XML form; any other text gives content.
+
+        An incomplete call gives nothing if the whole answer must be a call.
+        """
         try:
             call = json.loads(text, strict=False)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
@@ -236,9 +239,10 @@ class AnswerParser:
         return call[1], arguments
 
     def _take_text_before(self, marker: str) -> tuple[str, str]:
-        """Remove and return the pending text before `marker`, and the marker if it is complete.
+        """Remove the pending text before `marker`, and return it with the marker.
 
-        A beginning of the marker at the end of the text stays pending.
+        If the marker is not complete, it is returned as an empty text. A beginning of it at the end of the text stays
+        pending.
         """
         before, found, after = self._pending.partition(marker)
         if found:

@@ -91,7 +91,10 @@ def render_messages(
 def _render_generic_tools(
     render: Callable[[Sequence[Objects]], str], messages: Sequence[Objects], tools: Sequence[Objects]
 ) -> str:
-    """Render messages with a template without tools; some templates refuse a system message."""
+    """Render messages with a template that has no tools: the prompt describes the tools as text.
+
+    If the template refuses a system message, the description is in a message of the user.
+    """
     try:
         return render(write_tools_as_text(messages, tools, has_system_role=True))
     except ModelError:
@@ -109,9 +112,9 @@ def make_date_variables() -> dict[str, object]:
 
 
 def _take_answer_prefix(body: ChatBody | TemplateBody, messages: list[dict[str, object]]) -> str | None:
-    """Remove a last message of the assistant, and return its text as the beginning of the answer.
+    """Remove a last message of the assistant from `messages`, and return its text; the model continues this text.
 
-    llama-server has the same rule. ``continue_final_message: false`` keeps the message as a complete one.
+    ``continue_final_message: false`` keeps the message as a complete one. llama-server has the same rule.
     """
     is_answer = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     if body.continue_final_message and not is_answer:

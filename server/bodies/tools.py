@@ -35,7 +35,10 @@ def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
 
 
 def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> tuple[str, list[FunctionBody]]:
-    """Return ``none``, ``auto`` or ``required`` from ``tool_choice``, and the functions that the answer may call.
+    """Interpret the field ``tool_choice``.
+
+    Returns:
+        The mode, which is ``none``, ``auto`` or ``required``, and the functions that the answer may call.
 
     Raises:
         ApiError: The choice is unknown, or names no tool.

@@ -95,12 +95,12 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
 async def _compile_lazy_grammar(
     state: ServingState, prompt: ChatPrompt, functions: list[FunctionBody]
 ) -> tuple[LazyGrammar | None, str]:
-    """Compile the grammar that holds after each marker of a tool call.
+    """Compile a grammar that constrains the answer only after each tool-call marker.
 
-    Without a function with ``strict``, a schema that cannot be compiled is no error; the calls are then free.
+    If a schema cannot be compiled and no function has ``strict``, the tool calls are not constrained.
 
     Returns:
-        The grammar, or None with an entry for the header of ignored fields.
+        The grammar, or None. The text is an entry for the header of ignored fields if there is no grammar.
 
     Raises:
         ApiError: The schemas cannot be compiled, and a function has ``strict``.
@@ -149,9 +149,9 @@ def _check_no_grammar(body: ChatBody) -> None:
 
 
 def _choose_prompt_suffix(prompt: ChatPrompt, grammar: Grammar | None, is_forced_call: bool) -> str:
-    """Return text that is appended to the prompt: the end of an open thought, and the marker of a forced tool call.
+    """Return text to append to the prompt, so that a grammar or a forced tool call begins at the right place.
 
-    A grammar begins after the thought; a forced tool call begins after its marker.
+    The text ends an open thought before a grammar. Before a forced tool call, it has the marker of a tool call.
     """
     start = f"\n{CLOSE_THOUGHT}\n\n" if grammar is not None and prompt.opens_thought else ""
     return f"{start}{OPEN_CALL}\n" if is_forced_call and prompt.has_call_markers else start

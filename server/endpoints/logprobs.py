@@ -36,7 +36,7 @@ def _describe_entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> 
 
 
 def clip_logprob(logprob: float | None) -> float:
-    """Clip a logprob to at least `MIN_LOGPROB`, because JSON has no infinity; None becomes `MIN_LOGPROB`."""
+    """Return a logprob, but at least `MIN_LOGPROB`, because JSON has no infinity; None also gives `MIN_LOGPROB`."""
     return MIN_LOGPROB if logprob is None else max(float(logprob), MIN_LOGPROB)
 
 

@@ -62,14 +62,20 @@ ENTRY_CODES = 1536
 
 @cache
 def make_book_table() -> np.ndarray:
-    """Return the code book by vectors of 16 entries, [vectors, 4, 16], and then by entries, [512, 4], as float32."""
+    """Return the IQ3_S code book twice in one float32 table: in an order for SIMD, then entry by entry.
+
+    The first part is [vectors, 4, 16]: each vector has 16 entries of 4 numbers. The second part is [512 entries, 4].
+    """
     book = load_code_book(DType.IQ3_S).astype(np.float32)
     return np.concatenate([book.reshape(VECTORS, LANES, WIDTH).transpose(0, 2, 1).ravel(), book.ravel()])
 
 
 @subroutine
 def round_to_odd(v, low, high):
-    """Return the nearest odd number from -15 to 15 of each lane; `low` and `high` are not used."""
+    """Round each lane to the nearest odd number from -15 to 15.
+
+    `low` and `high` have no effect: they are parameters of all rounding functions of `make_scale_search`.
+    """
     half = round_to_codes(fma(absolute(v), splat(single(0.5)), splat(single(-0.5))), ZERO, single(7))
     return with_sign(fma(half, splat(single(2)), splat(ONE)), v)
 
@@ -79,7 +85,11 @@ search_odd_scale = make_scale_search(round_to_odd)
 
 @subroutine
 def find_entry(x, w, scale, table):
-    """Return the entry with the smallest weighted error for the magnitudes of four numbers, and this error."""
+    """Find the code-book entry that fits the magnitudes of four numbers with the smallest weighted squared error.
+
+    Returns:
+        The index of the entry, and its error.
+    """
     w0, w1, w2, w3 = load_scalar(w), load_scalar(w + 4), load_scalar(w + 8), load_scalar(w + 12)
     x0, x1, x2, x3 = abs(load_scalar(x)), abs(load_scalar(x + 4)), abs(load_scalar(x + 8)), abs(load_scalar(x + 12))
     double, square = single(-2) * scale, scale * scale
@@ -101,7 +111,11 @@ def find_entry(x, w, scale, table):
 
 @subroutine
 def choose_entries(x, w, scale, table, to):
-    """Write the best entries of 32 numbers as int32, and return their error and the least squares scale for them."""
+    """Choose the best code-book entry for each four of 32 numbers, and write the entry indices to `to` as int32.
+
+    Returns:
+        The weighted squared error, and the least squares scale for the chosen entries.
+    """
     total, products, energy = ZERO, ZERO, ZERO
     for i in range(BLOCK // WIDTH):
         xi, wi = x + 4 * WIDTH * i, w + 4 * WIDTH * i
@@ -118,7 +132,14 @@ def choose_entries(x, w, scale, table, to):
 
 @subroutine
 def search_block_scale(x, w, table, memory):
-    """Return the scale of 32 numbers with the smallest error; `memory` has 8 entries."""
+    """Return the scale of 32 numbers with the smallest weighted squared error.
+
+    Args:
+        x: address of the numbers.
+        w: address of the weights of their squared errors.
+        table: address of `make_book_table`.
+        memory: address for the 8 entry indices of a candidate.
+    """
     first = abs(search_odd_scale(x, w, BLOCK, 0, 0, spread_one_side(LARGEST_MAGNITUDE, single(0.7), single(0.03)), 3))
     best, scale = NO_FIT, ZERO
     if first > ZERO:
@@ -134,7 +155,7 @@ def search_block_scale(x, w, table, memory):
 
 @kernel
 def quantise_iq3_s(a, thread, threads):
-    """Quantise rows to IQ3_S: scales of 4 bits for 32 numbers."""
+    """Quantise rows to IQ3_S: code-book entries for four magnitudes each, with a 4-bit scale for each 32 numbers."""
     x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)

@@ -72,9 +72,14 @@ CELL_COUNT = 512
 
 
 def make_cell_table(values: np.ndarray) -> np.ndarray:
-    """Return the nearest value of each cell, and then its index, float32 [2 * CELL_COUNT].
+    """Make a lookup table that rounds a number to the nearest value of a code book.
 
-    `values` are integers from -128 to 127. Of two values at the same distance the first one is chosen.
+    A cell is an interval of length 0.5 between -128 and 128. The first `CELL_COUNT` float32 entries are the nearest
+    value of each cell. The next `CELL_COUNT` entries are its index in `values`. Of two equally near values, the first
+    one is chosen.
+
+    Args:
+        values: the code book, integers from -128 to 127.
     """
     centres = (np.arange(CELL_COUNT) - CELL_COUNT // 2) / 2 + 0.25
     nearest = np.abs(centres[:, None] - values).argmin(1)
@@ -83,19 +88,19 @@ def make_cell_table(values: np.ndarray) -> np.ndarray:
 
 @cache
 def make_iq4_table() -> np.ndarray:
-    """Return the cell table of IQ4_NL and IQ4_XS."""
+    """Return the lookup table (see `make_cell_table`) of the code book that IQ4_NL and IQ4_XS share."""
     return make_cell_table(IQ4_NL_CODE_BOOK)
 
 
 @cache
 def make_fp4_table() -> np.ndarray:
-    """Return the cell table of twice the floats of 4 bits."""
+    """Return the lookup table (see `make_cell_table`) of all 4-bit floats, times 2 so that they are integers."""
     return make_cell_table(FP4_VALUES_TIMES_2)
 
 
 @subroutine
 def look_up(v, table):
-    """Return an entry of a cell table for each lane."""
+    """Look up each lane of `v` in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))
@@ -103,7 +108,7 @@ def look_up(v, table):
 
 @subroutine
 def round_to_code_book(v, table, unused):
-    """Return the nearest value of a code book for each lane."""
+    """Round each lane to the nearest value of a code book; `table` is the address of its `make_cell_table`."""
     return look_up(v, table)
 
 
@@ -113,7 +118,7 @@ choose_book_scale = make_scale_choice(round_to_code_book)
 
 @subroutine
 def write_indices(x, scale, table, to):
-    """Write the indices of the nearest values of a code book times `scale`, for 32 numbers."""
+    """Quantise 32 numbers at `x`: write the index of the nearest code-book value times `scale` as one byte each."""
     inverse = splat(find_inverse(scale))
     for i in range(0, BLOCK, LANES):
         index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
@@ -122,14 +127,14 @@ def write_indices(x, scale, table, to):
 
 @subroutine
 def search_iq4_scale(x, w, table):
-    """Return the scale of 32 numbers for the code book of IQ4_NL."""
+    """Return the scale of 32 numbers with the smallest weighted squared error for the code book of IQ4_NL."""
     spread = spread_two_sides(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
 
 @kernel
 def quantise_iq4_nl(a, thread, threads):
-    """Quantise rows to IQ4_NL."""
+    """Quantise rows to IQ4_NL: 4-bit indices into a code book, with a scale for each 32 numbers."""
     x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -146,7 +151,7 @@ def quantise_iq4_nl(a, thread, threads):
 
 @kernel
 def quantise_iq4_xs(a, thread, threads):
-    """Quantise rows to IQ4_XS: signed scales of 6 bits for 32 numbers."""
+    """Quantise rows to IQ4_XS: 4-bit indices into a code book, with a signed 6-bit scale for each 32 numbers."""
     x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -187,7 +192,7 @@ def quantise_iq4_xs(a, thread, threads):
 
 @kernel
 def quantise_mxfp4(a, thread, threads):
-    """Quantise rows to MXFP4: a power of two and floats of 4 bits; importances change nothing."""
+    """Quantise rows to MXFP4: 4-bit floats, with a power of two as the scale of each 32. Importances have no effect."""
     x, y, columns, table = ARGS.x(a), ARGS.y(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -214,7 +219,10 @@ def quantise_mxfp4(a, thread, threads):
 
 @subroutine
 def write_trits(x, to):
-    """Write codes 0, 1 and 2 of 256 numbers by their largest magnitude, which is returned."""
+    """Quantise 256 numbers to ternary codes (0, 1 and 2 mean -1, 0 and 1) and return their scale.
+
+    The scale is the largest magnitude.
+    """
     top = zeros()
     for i in range(0, SUPER_BLOCK, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))
@@ -228,7 +236,10 @@ def write_trits(x, to):
 
 @subroutine
 def join_trits(codes, distance, count):
-    """Return bytes of `count` digits to base 3, of 4 or 5: the first digit is the highest."""
+    """Pack `count` ternary codes (4 or 5) into each byte as digits to base 3; the first code is the highest digit.
+
+    `distance` is the number of bytes between the codes that share a byte.
+    """
     number = load_u8_lanes(codes)
     for k in range(1, count):
         number = add_int(mul_int(number, splat_int(3)), load_u8_lanes(codes + distance * k))
@@ -241,7 +252,7 @@ def join_trits(codes, distance, count):
 
 @kernel
 def quantise_tq1_0(a, thread, threads):
-    """Quantise rows to TQ1_0: five digits to base 3 in a byte; importances change nothing."""
+    """Quantise rows to TQ1_0: ternary codes as digits to base 3, five in a byte. Importances have no effect."""
     x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
     codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -260,7 +271,7 @@ def quantise_tq1_0(a, thread, threads):
 
 @kernel
 def quantise_tq2_0(a, thread, threads):
-    """Quantise rows to TQ2_0: four codes of 2 bits in a byte; importances change nothing."""
+    """Quantise rows to TQ2_0: ternary codes of 2 bits, four in a byte. Importances have no effect."""
     x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
     codes = ARGS.scratch(a) + SCRATCH_BYTES * thread + CODES
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)

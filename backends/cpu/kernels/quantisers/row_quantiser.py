@@ -49,22 +49,22 @@ WRITABLE_DTYPES = (DType.F32, DType.F16, *KERNELS)
 
 
 def compile_quantisers(dtypes: set[DType]) -> None:
-    """Compile the kernels of some dtypes before their first use."""
+    """Compile the quantiser kernels of some dtypes in advance, so that their first use does not wait."""
     compile_missing_kernels(KERNELS[dtype][0] for dtype in dtypes if dtype in KERNELS)
 
 
 def quantise_rows(
     x: FloatArray, dtype: DType, importance: FloatArray | None = None, *, searches: bool = True
 ) -> ByteArray:
-    """Return rows in the storage form of a weight dtype.
+    """Quantise or round rows of numbers to the storage format of a weight dtype.
 
     Args:
         x: Finite numbers [rows, columns]; `columns` is a multiple of ``dtype.block``.
         dtype: One of `WRITABLE_DTYPES`.
-        importance: The weight of the squared errors of each column [columns], of 0 or more. None: all columns are
-            equally important. It changes nothing for floats, Q8_0, MXFP4 and ternary types.
-        searches: Whether Q4_1 and Q5_1 have the scales with the smallest error also without importances. Otherwise the
-            range of a block is the scale, and the bytes equal the bytes of ggml.
+        importance: The weight of the squared errors of each column [columns], 0 or more. With None, all columns are
+            equally important. It has no effect for floats, Q8_0, MXFP4 and ternary types.
+        searches: Whether Q4_1 and Q5_1 search the scales with the smallest error if there are no importances. If False,
+            the range of a block determines its scale, and the bytes equal the bytes of ggml.
 
     Returns:
         uint8 [rows, row bytes].
@@ -106,7 +106,7 @@ MIN_IMPORTANCE = np.float32(1e-6)
 
 
 def _scale_importance(importance: FloatArray) -> FloatArray:
-    """Return importances [columns] with the mean 1 and a positive minimum."""
+    """Normalise importances [columns] to the mean 1, and raise them to a positive minimum."""
     mean = float(importance.mean(dtype=np.float64))
     if not mean > 0:
         return np.ones(len(importance), np.float32)

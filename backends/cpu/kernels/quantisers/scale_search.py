@@ -58,10 +58,16 @@ half_numbers = make_lane_constant([*range(8)] * 2)
 
 @subroutine
 def write_error_weights(x, importance, to, n):
-    """Write the weights of the squared errors of `n` numbers: larger numbers have larger weights.
+    """Write the weight of each number's squared error to `to`; numbers of larger magnitude have larger weights.
 
-    `importance` is an address of `n` float32, or 0. Without importances a weight is ``abs(x) + sqrt(mean)``, with the
-    mean square of the `n` numbers. With importances a weight is ``importance * sqrt(x**2 + mean)``.
+    Without importances a weight is ``abs(x) + rms``, where rms is the root mean square of the `n` numbers. With
+    importances a weight is ``importance * sqrt(x**2 + rms**2)``.
+
+    Args:
+        x: address of `n` float32 numbers.
+        importance: address of `n` float32 importances, or 0 if there are none.
+        to: address for the `n` float32 weights.
+        n: count of numbers.
     """
     total = zeros()
     for i in range(0, n, LANES):
@@ -79,7 +85,7 @@ def write_error_weights(x, importance, to, n):
 
 @subroutine
 def sum_weights(w, n):
-    """Return the sum of `n` float32."""
+    """Return the sum of the `n` float32 weights at address `w`."""
     total = zeros()
     for i in range(0, n, LANES):
         total = add(total, load(w + 4 * i))
@@ -88,20 +94,27 @@ def sum_weights(w, n):
 
 @subroutine
 def spread_one_side(limit, first, step):
-    """Return numerators of inverse scales: `limit` times 16 factors from `first` in steps of `step`."""
+    """Return 16 numerators for candidate scales, one in each lane: ``limit * (first + step * lane)``.
+
+    A numerator divided by the peak of a block is the inverse of a candidate scale.
+    """
     return mul(splat(limit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def spread_two_sides(low, high, first, step):
-    """Return numerators of inverse scales: `low` times 8 factors from `first`, and `high` times the same factors."""
+    """Return 16 numerators for candidate scales: `low` times 8 factors, then `high` times the same 8 factors.
+
+    The factors are ``first + step * i`` for i from 0 to 7. A numerator divided by the peak of a block is the inverse of
+    a candidate scale.
+    """
     limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
     return mul(limits, fma(half_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def find_peak(x, n):
-    """Return the number of the largest magnitude, with its sign; the first of several."""
+    """Return the number of largest magnitude among `n` numbers at `x`, with its sign; the first of equal magnitudes."""
     top = zeros()
     for i in range(0, n, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))
@@ -115,21 +128,30 @@ def find_peak(x, n):
 
 @subroutine
 def round_to_codes(v, low, high):
-    """Round lanes to the integers from `low` to `high`."""
+    """Round each lane to the nearest integer, clamped to the range from `low` to `high`."""
     return clamp_max(clamp_min(round_even(v), splat(low)), splat(high))
 
 
 def make_scale_search(round_lanes: Subroutine) -> Subroutine:
-    """Make a subroutine that searches a scale for the codes that `round_lanes` gives.
+    """Make a subroutine that finds the scale of a block with the smallest weighted squared error.
 
-    ``round_lanes(v, low, high)`` returns the nearest code of each lane; `low` and `high` are arguments of the search.
+    Args:
+        round_lanes: ``round_lanes(v, low, high)`` rounds each lane to the nearest code. The search passes its own
+            arguments `low` and `high` on.
     """
 
     @subroutine
     def search(x, w, n, low, high, numerators, passes):
-        """Return the scale d that minimises ``sum(w (x - d q)**2)`` over codes q, or 0.
+        """Return the scale d that minimises ``sum(w (x - d q)**2)`` over codes q; 0 if no scale fits.
 
-        `numerators` are the first inverse scales times the peak of x.
+        Args:
+            x: address of `n` numbers.
+            w: address of the weights of their squared errors.
+            n: count of numbers.
+            low: smallest code, for `round_lanes`.
+            high: largest code, for `round_lanes`.
+            numerators: one candidate in each lane: its inverse scale, multiplied by the peak of x.
+            passes: count of alternations between rounding to codes and least squares solution.
         """
         peak = find_peak(x, n)
         if abs(peak) < MIN_SPAN:
@@ -159,10 +181,17 @@ search_scale = make_scale_search(round_to_codes)
 
 @subroutine
 def search_scale_and_minimum(x, w, n, top, first, step, passes, signed):
-    """Return d and m that minimise ``sum(w (x - d q - m)**2)`` over codes q from 0 to `top`.
+    """Return the scale d and minimum m that minimise ``sum(w (x - d q - m)**2)`` over integer codes q from 0 to `top`.
 
-    The first candidates have `top` times `first` steps in the range of x, and `step` times `top` more from lane to
-    lane. Unless `signed`, m is 0 or less.
+    Args:
+        x: address of `n` numbers.
+        w: address of the weights of their squared errors.
+        n: count of numbers.
+        top: largest code.
+        first: the candidate in lane 0 divides the range of x into ``top * first`` steps.
+        step: the candidate in each further lane has ``top * step`` steps more.
+        passes: count of alternations between rounding to codes and least squares solution.
+        signed: whether m may be positive.
     """
     v = load(x)
     smallest, largest, total, energy = v, v, zeros(), zeros()
@@ -208,7 +237,16 @@ def search_scale_and_minimum(x, w, n, top, first, step, passes, signed):
 
 @subroutine
 def sum_errors(x, w, n, scale, low, top):
-    """Return the weighted squared error of each lane: of codes from 0 to `top` times `scale`, plus `low`."""
+    """Return the weighted squared error of each lane's candidate, which stores x as ``scale * code + low``.
+
+    Args:
+        x: address of `n` numbers.
+        w: address of the weights of their squared errors.
+        n: count of numbers.
+        scale: scale of the candidate in each lane.
+        low: minimum of the candidate in each lane.
+        top: largest code; the smallest one is 0.
+    """
     inverse = where_less(zeros(), scale, div(splat(ONE), scale), zeros())
     offset, error = negative(mul(low, inverse)), zeros()
     for i in range(n):
@@ -221,9 +259,20 @@ def sum_errors(x, w, n, scale, low, top):
 
 @subroutine
 def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, limit):
-    """Return the integers from 0 to `limit` for a scale and a minimum that give the smallest error.
+    """Choose the integers that store the scale and the minimum of a block, with the smallest weighted squared error.
 
-    Compared are 16 pairs near the solution ``(scale, low)``: three scales with five minima, and one more minimum.
+    16 pairs near the exact solution are compared: three scales with five minima, and one more minimum.
+
+    Args:
+        x: address of `n` numbers.
+        w: address of the weights of their squared errors.
+        n: count of numbers.
+        top: largest code.
+        common_scale: unit of the stored scale.
+        common_minimum: unit of the stored minimum.
+        scale: exact scale of the block.
+        low: exact minimum of the block, 0 or less.
+        limit: largest stored integer; the smallest one is 0.
 
     Returns:
         The integer of the scale and the integer of the minimum, as float32.
@@ -243,7 +292,10 @@ def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, l
 
 @subroutine
 def write_codes(x, n, scale, low, lowest, highest, to):
-    """Write a byte for each number: the nearest code from `lowest` to `highest`, minus `lowest`."""
+    """Quantise `n` numbers: write the nearest code of each number as one byte.
+
+    A number x is stored as ``scale * code + low``. Codes go from `lowest` to `highest`; the byte is ``code - lowest``.
+    """
     if scale != ZERO:
         inverse, offset = splat(ONE / scale), splat(-low / scale)
         for i in range(0, n, LANES):
@@ -255,14 +307,27 @@ def write_codes(x, n, scale, low, lowest, highest, to):
 
 
 def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
-    """Make a subroutine that chooses the stored integer of a scale, for the codes of `make_scale_search`."""
+    """Make a subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
+
+    Args:
+        round_lanes: rounds each lane to the nearest code, as in `make_scale_search`.
+    """
 
     @subroutine
     def choose(x, w, n, low, high, common_scale, scale, steps, smallest, limit):
-        """Return the integer for a scale with the smallest error, as float32.
+        """Return the stored integer of `scale` with the smallest weighted squared error, as float32.
 
-        `steps` are the differences to the rounded integer in each lane. The candidates are bounded by `smallest` and
-        `limit`.
+        Args:
+            x: address of `n` numbers.
+            w: address of the weights of their squared errors.
+            n: count of numbers.
+            low: smallest code, for `round_lanes`.
+            high: largest code, for `round_lanes`.
+            common_scale: unit of the stored integer.
+            scale: exact scale of the block.
+            steps: difference of each lane's candidate from the nearest integer.
+            smallest: smallest stored integer.
+            limit: largest stored integer.
         """
         if common_scale == ZERO:
             return ZERO

@@ -55,19 +55,30 @@ HALF, LARGEST_INT8 = single(0.5), single(127)
 
 @subroutine
 def find_inverse(scale):
-    """Return ``1 / scale``, or 0 for 0."""
+    """Return ``1 / scale``; return 0 if `scale` is 0."""
     return ONE / scale if scale != ZERO else ZERO
 
 
 @subroutine
 def round_up_from_half(v, top):
-    """Write codes: truncate numbers that are 0 or more after the addition of 0.5, up to `top`."""
+    """Truncate each lane to an integer code, clamped to the range from 0 to `top`.
+
+    The caller has added 0.5 to the numbers, so that the truncation rounds halves up.
+    """
     return round_to_codes(round_to_zero(v), ZERO, top)
 
 
 @subroutine
 def write_symmetric_block(x, importance, scratch, middle, d):
-    """Write codes from 0 to ``2 * middle - 1`` to `scratch`, and the scale to `d`; code `middle` is 0."""
+    """Quantise 32 numbers without a minimum, to codes from 0 to ``2 * middle - 1``; the code `middle` means 0.
+
+    Args:
+        x: address of the numbers.
+        importance: address of the importances, or 0 if there are none.
+        scratch: address of the scratch memory, which receives the codes.
+        middle: the code of 0.
+        d: address for the scale, float16.
+    """
     codes = scratch + CODES
     if importance == 0:
         scale = find_peak(x, BLOCK) / -middle
@@ -85,7 +96,16 @@ def write_symmetric_block(x, importance, scratch, middle, d):
 
 @subroutine
 def write_block_with_minimum(x, importance, scratch, top, d, m):
-    """Write codes from 0 to `top` to `scratch`, the scale to `d` and the minimum to `m`."""
+    """Quantise 32 numbers with a scale and a minimum, to codes from 0 to `top`.
+
+    Args:
+        x: address of the numbers.
+        importance: address of the importances, or 0 if there are none.
+        scratch: address of the scratch memory, which receives the codes.
+        top: largest code.
+        d: address for the scale.
+        m: address for the minimum.
+    """
     codes = scratch + CODES
     if importance == 0:
         first, second = load(x), load(x + 4 * LANES)
@@ -105,7 +125,7 @@ def write_block_with_minimum(x, importance, scratch, top, d, m):
 
 @subroutine
 def store_halves(codes, y):
-    """Store the low 4 bits of 32 codes: codes i and ``i + 16`` share a byte."""
+    """Store the low 4 bits of 32 codes in 16 bytes: codes i and ``i + 16`` share a byte."""
     low, high = load_u8_lanes(codes), load_u8_lanes(codes + 16)
     low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
     store_u8_lanes(y, or_int(low, high))
@@ -113,7 +133,7 @@ def store_halves(codes, y):
 
 @subroutine
 def store_fifth_bits(codes, y):
-    """Store bit 4 of 32 codes as 32 bits."""
+    """Store the fifth bit (bit 4) of each of 32 codes in 4 bytes."""
     for h in range(2):
         bits = greater_bitmask(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
         store_byte(y + 2 * h, bits & 255)
@@ -122,7 +142,7 @@ def store_fifth_bits(codes, y):
 
 @kernel
 def quantise_q4_0(a, thread, threads):
-    """Quantise rows to Q4_0."""
+    """Quantise rows to Q4_0: 4-bit codes, with a scale for each 32 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -136,7 +156,7 @@ def quantise_q4_0(a, thread, threads):
 
 @kernel
 def quantise_q4_1(a, thread, threads):
-    """Quantise rows to Q4_1."""
+    """Quantise rows to Q4_1: 4-bit codes, with a scale and a minimum for each 32 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -150,7 +170,7 @@ def quantise_q4_1(a, thread, threads):
 
 @kernel
 def quantise_q5_0(a, thread, threads):
-    """Quantise rows to Q5_0."""
+    """Quantise rows to Q5_0: 5-bit codes, with a scale for each 32 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -165,7 +185,7 @@ def quantise_q5_0(a, thread, threads):
 
 @kernel
 def quantise_q5_1(a, thread, threads):
-    """Quantise rows to Q5_1."""
+    """Quantise rows to Q5_1: 5-bit codes, with a scale and a minimum for each 32 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -180,7 +200,7 @@ def quantise_q5_1(a, thread, threads):
 
 @kernel
 def quantise_q8_0(a, thread, threads):
-    """Quantise rows to Q8_0; importances change nothing."""
+    """Quantise rows to Q8_0: 8-bit codes, with a scale for each 32 numbers. Importances have no effect."""
     x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
     for i in range(first, end):
@@ -197,7 +217,7 @@ def quantise_q8_0(a, thread, threads):
 
 @kernel
 def round_bf16(a, thread, threads):
-    """Round rows to bfloat16, ties to even; importances change nothing."""
+    """Round rows to bfloat16, ties to even. Importances have no effect."""
     x, y, columns = ARGS.x(a), ARGS.y(a), ARGS.columns(a)
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
     for i in range(first * columns, end * columns, LANES):

@@ -56,9 +56,21 @@ integer_steps = make_lane_constant([*range(-8, 8)])
 
 @subroutine
 def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin):
-    """Quantise a super-block with scales and minima in blocks of `size`; write codes and integers to `scratch`.
+    """Quantise 256 numbers with a scale and a minimum for each block of `size` numbers.
 
-    `limit` is the largest integer of a scale or minimum. The common scale and minimum are written to `d` and `dmin`.
+    The codes, and the integers that store the scales and minima, go to `scratch`.
+
+    Args:
+        x: address of the numbers.
+        importance: address of the importances, or 0 if there are none.
+        scratch: address of the scratch memory of the thread.
+        size: count of numbers of a block.
+        top: largest code.
+        first: factor of the first candidate, as in `search_scale_and_minimum`.
+        step: difference of the factors, as in `search_scale_and_minimum`.
+        limit: largest integer of a scale or minimum.
+        d: address for the unit of the scales, float16.
+        dmin: address for the unit of the minima, float16.
     """
     w, count = scratch + WEIGHTS, SUPER_BLOCK // size
     write_error_weights(x, importance, w, SUPER_BLOCK)
@@ -98,7 +110,7 @@ def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin)
 
 @subroutine
 def store_6_bit_pairs(scratch, y):
-    """Store 8 scales and 8 minima of 6 bits in 12 bytes (``get_scale_min_k4`` of ggml reads them)."""
+    """Store 8 scales and 8 minima of 6 bits each in 12 bytes, in the layout of ``get_scale_min_k4`` of ggml."""
     for j in range(4):
         scale, minimum = load_byte(scratch + SCALE_CODES + j), load_byte(scratch + MINIMUM_CODES + j)
         later, later_minimum = load_byte(scratch + SCALE_CODES + 4 + j), load_byte(scratch + MINIMUM_CODES + 4 + j)
@@ -109,7 +121,14 @@ def store_6_bit_pairs(scratch, y):
 
 @subroutine
 def join_fields(p, distance, width, mask):
-    """Return fields of `width` bits from codes that are `distance` bytes apart, as many as fill a byte."""
+    """Pack the low `width` bits of several codes into each byte: ``8 / width`` codes that are `distance` bytes apart.
+
+    Args:
+        p: address of the first codes, one byte each.
+        distance: bytes between the codes that share a byte.
+        width: bits of a code.
+        mask: ``2**width - 1``.
+    """
     out = and_int(load_u8_lanes(p), splat_int(mask))
     for k in range(1, 8 // width):
         out = or_int(out, shift_left(and_int(load_u8_lanes(p + distance * k), splat_int(mask)), splat_int(width * k)))
@@ -118,7 +137,15 @@ def join_fields(p, distance, width, mask):
 
 @subroutine
 def join_high_bits(p, distance, width, above, count):
-    """Return `count` fields of the `width` bits above bit `above` of codes that are `distance` bytes apart."""
+    """Pack the bits above the low bits of several codes into each byte: `count` codes that are `distance` bytes apart.
+
+    Args:
+        p: address of the first codes, one byte each.
+        distance: bytes between the codes that share a byte.
+        width: bits that are taken from each code.
+        above: position of the lowest bit that is taken.
+        count: count of codes that share a byte.
+    """
     out = splat_int(0)
     for k in range(count):
         field = shift_right(load_u8_lanes(p + distance * k), splat_int(above))
@@ -128,7 +155,7 @@ def join_high_bits(p, distance, width, above, count):
 
 @subroutine
 def store_2_bit_codes(codes, y):
-    """Store the low 2 bits of 256 codes: four codes that are 32 apart share a byte."""
+    """Store the low 2 bits of 256 codes in 64 bytes: four codes that are 32 apart share a byte."""
     for h in range(0, 2):
         for c in range(0, 32, LANES):
             store_u8_lanes(y + 32 * h + c, join_fields(codes + 128 * h + c, 32, 2, 3))
@@ -136,7 +163,7 @@ def store_2_bit_codes(codes, y):
 
 @subroutine
 def store_4_bit_codes(codes, y):
-    """Store the low 4 bits of 256 codes: two codes that are 32 apart share a byte."""
+    """Store the low 4 bits of 256 codes in 128 bytes: two codes that are 32 apart share a byte."""
     for h in range(0, 4):
         for c in range(0, 32, LANES):
             store_u8_lanes(y + 32 * h + c, join_fields(codes + 64 * h + c, 32, 4, 15))
@@ -144,7 +171,7 @@ def store_4_bit_codes(codes, y):
 
 @kernel
 def quantise_q2_k(a, thread, threads):
-    """Quantise rows to Q2_K: scales and minima of 4 bits for 16 numbers."""
+    """Quantise rows to Q2_K: 2-bit codes, with a 4-bit scale and a 4-bit minimum for each 16 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -173,7 +200,7 @@ def quantise_q2_k(a, thread, threads):
 
 @kernel
 def quantise_q4_k(a, thread, threads):
-    """Quantise rows to Q4_K: scales and minima of 6 bits for 32 numbers."""
+    """Quantise rows to Q4_K: 4-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -190,7 +217,10 @@ def quantise_q4_k(a, thread, threads):
 
 @kernel
 def quantise_q5_k(a, thread, threads):
-    """Quantise rows to Q5_K: scales and minima of 6 bits for 32 numbers, and fifth bits of codes in planes."""
+    """Quantise rows to Q5_K: 5-bit codes, with a 6-bit scale and a 6-bit minimum for each 32 numbers.
+
+    The fifth bits of all codes are stored together, apart from the low bits.
+    """
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -209,10 +239,21 @@ def quantise_q5_k(a, thread, threads):
 
 @subroutine
 def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
-    """Quantise a super-block with a signed scale for 16 numbers; write codes and integers to `scratch`.
+    """Quantise 256 numbers with a signed scale for each block of 16 numbers.
 
-    `smallest` and `limit` bound the integers of the scales. The common scale is written to `d`. Integers are written
-    minus `smallest`, so that they are positive.
+    The codes, and the integers that store the scales, go to `scratch`. Each integer is written minus `smallest`, so
+    that it is not negative.
+
+    Args:
+        x: address of the numbers.
+        importance: address of the importances, or 0 if there are none.
+        scratch: address of the scratch memory of the thread.
+        lowest: smallest code.
+        highest: largest code.
+        smallest: smallest integer of a scale.
+        limit: largest integer of a scale.
+        numerators: numerators of the first candidates, as in `make_scale_search`.
+        d: address for the unit of the scales, float16.
     """
     w = scratch + WEIGHTS
     write_error_weights(x, importance, w, SUPER_BLOCK)
@@ -235,7 +276,10 @@ def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limi
 
 @kernel
 def quantise_q3_k(a, thread, threads):
-    """Quantise rows to Q3_K: signed scales of 6 bits for 16 numbers, and third bits of codes in planes."""
+    """Quantise rows to Q3_K: 3-bit codes, with a signed 6-bit scale for each 16 numbers.
+
+    The third bits of all codes are stored together, apart from the low bits.
+    """
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
@@ -271,7 +315,7 @@ def quantise_q3_k(a, thread, threads):
 
 @kernel
 def quantise_q6_k(a, thread, threads):
-    """Quantise rows to Q6_K: signed scales of 8 bits for 16 numbers."""
+    """Quantise rows to Q6_K: 6-bit codes, with a signed 8-bit scale for each 16 numbers."""
     x, y, importance, columns = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)
