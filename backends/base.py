@@ -191,7 +191,7 @@ class Program:
 
     @property
     def save_positions(self) -> frozenset[int]:
-        """The positions of the instructions whose only purpose is to save states for a rollback."""
+        """The positions of the instructions that only save states for `undo`."""
         return frozenset(at for at, _ in self.undo)
 
     @property
@@ -385,7 +385,7 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 @call_once
 def find_registered_backends() -> Mapping[str, str]:
-    """Return the entry points of all backends by device kind, also those of other packages; read once per process.
+    """Return all registered backends by device kind, of this package and of other packages; read once per process.
 
     Reading the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages register one kind.
     """

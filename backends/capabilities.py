@@ -53,7 +53,7 @@ class SupportsTransports(Protocol):
 
 @runtime_checkable
 class SupportsPlanCache(Protocol):
-    """A backend whose plans may be cached, because its answers depend only on its source, settings and device."""
+    """A backend that allows plans to be cached: its answers depend only on its source, settings and device."""
 
     def describe_settings(self) -> str:
         """Return a text of the settings with which the backend was created, such as the thread count."""
@@ -253,4 +253,4 @@ class SupportsSimulation(Protocol):
         """Make a backend for absent devices of `model`, which answers questions of the planner but runs no program."""
 
     def predict_speeds(self, kind: str) -> PredictedSpeeds | None:
-        """Return known kernel speeds of a kind of device that its data sheet does not tell; None if there are none."""
+        """Return the known kernel speeds of a kind of device, in addition to its data sheet, or None."""

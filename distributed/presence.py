@@ -75,10 +75,7 @@ def create_rank_note() -> None:
 
 
 def register_exit_participant(partner: ExitParticipant) -> None:
-    """Register an object whose `announce_end` and `await_ends` are called at the end of this process.
-
-    Only a weak reference is kept: nothing is called if the object no longer exists.
-    """
+    """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
     _partners.append(ref(partner))
 
 
@@ -199,7 +196,7 @@ class AbsentRankDetector:
         self._stopped: dict[int, float] = {}
 
     def find_absent_rank(self) -> tuple[int, str] | None:
-        """Return the number of a rank that will never arrive, and the reason; None if there is no such rank."""
+        """Find a rank that will never arrive, and return its number and the reason, or None."""
         now = time.monotonic()
         if now - self._last_poll < POLL_SECONDS:
             return None

@@ -52,13 +52,13 @@ class DevicePlacement:
         return self.world.size > 1
 
     def exchange_parts(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
-        """Return, on all ranks, the part of each device in `needed`; each part is sent by the rank of its device.
+        """Exchange parts between ranks: return the part of each `needed` device, on all ranks.
 
         All ranks call the method.
 
         Args:
             parts: The parts of the devices of this rank.
-            needed: The devices whose parts all ranks need.
+            needed: The devices.
         """
         own = {device: parts[device] for device in needed if device in self.local_devices}
         posted = [p for device, part in own.items() for p in self._send(part, device, range(self.world.size))]

@@ -72,17 +72,10 @@ class ThreadGroup:
             equalise_run_numbers(self.board)
 
     def wait_on_message_queues(self, condition: Callable[[], object], subject: str, reason: str) -> None:
-        """Wait until `condition` returns true; it is tested again after each change of the message queues.
-
-        The caller holds the lock `post`.
-
-        Args:
-            condition: Function without arguments.
-            subject: What waits, for the message of the error.
-            reason: What did not happen, for the message of the error.
+        """Wait on the message queues until `condition` returns true; the caller holds the lock `post`.
 
         Raises:
-            BackendError: The group failed, or `condition` stays false for `timeout` seconds.
+            BackendError: `condition` stays false for `timeout` seconds. The message has `subject` and `reason`.
         """
         came = self.post.wait_for(lambda: condition() or bool(self.failure), self.timeout)
         if not came or not condition():

@@ -204,13 +204,13 @@ class World:
         return text
 
     def require_agreement(self, name: str, own: str, remedy: str, timeout: float | None = None) -> None:
-        """Raise an error unless all ranks have the same text.
+        """Require that a text is equal on all ranks.
 
         Args:
-            name: What the text is, for the message.
+            name: The name of the text in the message.
             own: The text of this rank.
-            remedy: What the user can do, for the message.
-            timeout: Maximum seconds to wait for a rank.
+            remedy: The remedy, for the message.
+            timeout: Seconds to wait for a rank.
 
         Raises:
             RanksError: The texts differ; every rank raises it.
@@ -360,7 +360,7 @@ class World:
     # ------------------------------------------------------------------------------------------------- watching
 
     def _heartbeat_loop(self) -> None:
-        """Send heartbeats and read those of the other ranks, until this rank leaves. This is the loop of a thread."""
+        """Send heartbeats and read the heartbeats of other ranks until this rank leaves."""
         beat, grace, has_sent_done, before, stopped = 0.0, None, False, time.monotonic(), 0.0
         while not self._leaving.wait(POLL_SECONDS):
             now = time.monotonic()

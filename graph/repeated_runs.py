@@ -70,7 +70,7 @@ class RepeatedRuns:
         return self.start + repetition * self.length
 
     def drop_first(self) -> RepeatedRuns:
-        """Return these runs without the first repetition, whose nodes become a part of the preamble."""
+        """Return the repetitions without the first one, which becomes a part of the preamble."""
         return RepeatedRuns(self.start + self.length, self.length, self.count - 1, self.carried_positions)
 
     def drop_last(self) -> RepeatedRuns:

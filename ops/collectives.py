@@ -158,7 +158,7 @@ def all_to_all(
     errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
 )
 def send(x: Array, *, to: int, sequence: int) -> Array:
-    """Send `x` to device `to` of the group, whose `receive` has the same number `sequence`.
+    """Send `x` to device `to` of the group, which receives it under the same `sequence`.
 
     MPI (MPI Forum, 1994): ``Isend``.
     """

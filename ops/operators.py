@@ -153,11 +153,7 @@ def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
 
 
 def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
-    """Return what one entry of an index selects along an axis.
-
-    Returns:
-        The tuple (start, stop, keeps_axis). An integer entry removes the axis, so `keeps_axis` is False.
-    """
+    """Return the start and stop of an index entry on an axis, and whether the result keeps the axis."""
     size = x.shape[axis]
     try:
         if isinstance(entry, slice):
@@ -175,16 +171,7 @@ def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool
 
 
 def _compute_broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape to which shapes `one` and `two` broadcast.
-
-    Args:
-        what: the expression, for the error message.
-        one: shape of one side.
-        two: shape of the other side.
-
-    Raises:
-        GraphError: the shapes do not broadcast.
-    """
+    """Return the shape to which two shapes broadcast."""
     try:
         return tuple(np.broadcast_shapes(one, two))
     except ValueError:

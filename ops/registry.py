@@ -123,7 +123,7 @@ def op_of(node: Node) -> Op[Any]:
 
 
 def find_inplace_operand(result: Value) -> Value | None:
-    """Return the operand whose memory a result may overwrite; None if the op declares none or the operand is absent."""
+    """Return the operand that a result may overwrite; None if the op declares none or the operand is absent."""
     node, declared = result.node, op_of(result.node)
     name = dict(declared.inplace_pairs(node.attrs)).get(result.index)
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
@@ -163,7 +163,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """Yield a problem for each node that lacks an attribute, or whose specs differ from those that its op infers."""
+    """Yield a problem for each node that lacks attributes of its op or has other specs than the op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:

@@ -112,7 +112,7 @@ class ChoiceTextBuffer:
         """Tokens with the positions of their first and behind their last character."""
 
     def feed(self, event: TokenEvent) -> TextUpdate | None:
-        """Add a token, and return the text in which no stop string can begin any more; None if there is none."""
+        """Return the text that is certain after one more token, or `None`."""
         if self.stop_string:
             return None
         self.token_count += 1
@@ -123,7 +123,7 @@ class ChoiceTextBuffer:
         return self._send(text)
 
     def finish(self) -> TextUpdate | None:
-        """Return the text that was held back, at the end of the choice; None if there is none."""
+        """Return the text that is still held at the end of the choice, or `None`."""
         if self.stop_string:
             return None
         rest = self._decoder.finish()

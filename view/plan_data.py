@@ -150,12 +150,7 @@ class PlanData:
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _find_user_node(self, number: int, at: int) -> tuple[Node | None, bool]:
-        """Find the node of the user's graph that an instruction computes or converts.
-
-        Returns:
-            The tuple (node, only_converts). The node is None if there is none. `only_converts` is True if the
-            instruction converts the value of the node but does not compute it.
-        """
+        """Find the user node that an instruction computes or converts, and whether it only converts."""
         device_plan = self.plan.device_plans[self.first[number]]
         i = device_plan.program.instructions[at]
         user = self.node.get(i.node)

@@ -48,17 +48,14 @@ class Dataflow:
     def require_readers(self, number: int) -> list[int]:
         """Return all instructions that read the result of instruction `number`.
 
-        Raises `NoKernelError` if no instruction reads it, or if it must be kept, as that of an output or a state.
+        Raises `NoKernelError` if the result is retained or has no reader.
         """
         readers = self.find_readers(number)
         require_supported(readers, "a result is kept, or nobody reads it")
         return readers or []
 
     def find_readers(self, number: int) -> list[int] | None:
-        """Return all instructions that read the result of instruction `number`.
-
-        Returns None if the result must be kept, as that of an output or a state; see `ReaderTable.find_readers`.
-        """
+        """Return all instructions that read the result of instruction `number`; None if the result is retained."""
         return self.reader_table.find_readers(number)
 
     def require_sole_reader(self, number: int, op: str, index: int = 0) -> int:
@@ -74,9 +71,9 @@ class Dataflow:
         return readers[0]
 
     def require_whole_result_reader(self, number: int, op: str) -> int:
-        """Return the first instruction with op `op` whose first operand is the whole result of instruction `number`.
+        """Return the first reader of instruction `number` with the op `op` and the whole result as its first operand.
 
-        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten before that instruction.
+        Raises `NoKernelError` without such a reader, or if the bytes of the result are overwritten in between.
         """
         readers = self.require_readers(number)
         later = next(
@@ -117,7 +114,7 @@ class Dataflow:
         raise NoKernelError("an operand comes from outside")
 
     def find_state_save(self, state: Operand, before: int) -> int | None:
-        """Return the last instruction before `before` that saves `state` or some of its rows; None if there is none."""
+        """Return the last instruction before `before` that saves the state or some of its rows, or None."""
         saves = self._saves_by_buffer.get(state.tensor.buffer, [])
         at = bisect_left(saves, before)
         return saves[at - 1] if at else None
@@ -169,10 +166,10 @@ class Dataflow:
     def _partition_around_group(
         self, numbers: Sequence[int]
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Partition the groups between the members of a new group into those that run before it and those after it.
+        """Partition the other groups between the members of a new group into groups before it and groups after it.
 
-        A group goes after the new group if it must stay behind a member, or behind another group that goes after.
-        Returns None if a group would have to be on both sides, or if a member cannot move.
+        A group goes after the new group if it must not pass a member, or must not pass a group that goes after. Returns
+        None if a group would have to be on both sides, or if a member cannot move.
         """
         if not all(map(self.can_join_fusion, numbers)):
             return None

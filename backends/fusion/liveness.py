@@ -97,7 +97,7 @@ The entries of a buffer are in order and do not overlap.
 
 
 def _find_overlap_slice(region: Region, producers: Sequence[ProducedBytes]) -> slice:
-    """Return the slice of the list `producers` whose byte ranges overlap `region`; the list is sorted by address."""
+    """Return the slice of the sorted `producers` that overlap a region."""
     first = bisect_right(producers, region.low, key=itemgetter(1))
     return slice(first, bisect_left(producers, region.high, first, key=itemgetter(0)))
 

@@ -82,13 +82,9 @@ class Operand:
         )
 
     def is_aligned_to_rows(self, row_multiple: int, row_bytes: int) -> bool:
-        """Return whether a kernel that reads groups of `row_multiple` rows can read the operand.
+        """Return whether the operand is a whole buffer, or dense rows from a multiple of `row_multiple` rows on.
 
-        It can if the operand is a whole buffer, or dense rows whose first row number is a multiple of `row_multiple`.
-
-        Args:
-            row_multiple: The rows of a group.
-            row_bytes: The bytes of one row.
+        `row_bytes` are the bytes of one row.
         """
         t = self.tensor
         rows = self.declared_spec is not None and len(t.shape) == 2 and t.shape[1:] == self.declared_spec.shape[1:]

@@ -69,12 +69,12 @@ class GatedUnit(NamedTuple):
 
 
 def match_gated_unit(flow: Dataflow, product: int, units: Container[str]) -> GatedUnit:
-    """Match the gated unit whose operands the matrix product `product` computes, alone or with a second product.
+    """Match the gated unit that reads the matrix product `product`.
 
     Args:
         flow: The dataflow.
         product: Number of the product.
-        units: Allowed ops of the unit. The unit must be the only reader of the products.
+        units: Ops of the unit. The unit must be the only reader of the products.
     """
     unit = flow.require_readers(product)[0]
     require_supported(flow.bound_instruction(unit).op in units, "no gated unit reads it")

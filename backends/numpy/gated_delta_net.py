@@ -147,13 +147,9 @@ def _gather_states(pool: Array, slots: Array, out: Array) -> None:
 
 
 def _split_head_axis(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
-    """Return a view of `x` whose axis of value heads is split into two axes: key heads (h), and value heads of one (r).
+    """Return a view of `x` with the head axis split by key head: [r, h] if tiled, [h, r] if interleaved.
 
-    Args:
-        x: The array.
-        key_heads: The number of key heads.
-        tiled: The order of the new axes: [r, h] if value heads repeat all key heads, else [h, r].
-        trailing: The number of axes after the head axis.
+    `trailing` is the number of axes after the head axis.
     """
     axis = x.ndim - trailing - 1
     repeat = x.shape[axis] // key_heads if key_heads else 1
@@ -167,9 +163,9 @@ def _expand_key_heads(x: Array, tiled: bool) -> Array:
 
 
 def make_float64_reference_binding(op: Op[Any]) -> Binding:
-    """Make a binding that runs the reference function of an op in float64, for recurrences whose terms may cancel.
+    """Make a binding that runs the reference function of an op in float64, for recurrences with sums that may cancel.
 
-    The binding allocates memory in each call, so it is for ops that take little time.
+    The binding allocates, so it serves ops that take little time.
     """
 
     def bind(call: HostInstruction) -> Calls:

@@ -71,9 +71,9 @@ def bind_mul_mat_id(call: HostInstruction) -> Calls:
 
 
 def _flatten_to_matrix(x: Array) -> tuple[Array, Calls]:
-    """Return `x` as a matrix whose rows are its last axis, and the calls that must run before each use.
+    """Flatten the leading axes of `x`: return a matrix, and the calls that fill it.
 
-    There are no calls if the matrix is a view. Otherwise it is a copy, which the calls update.
+    There are no calls if a view is possible. Otherwise the matrix is a copy, which the calls renew.
     """
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []

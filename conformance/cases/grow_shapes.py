@@ -262,10 +262,7 @@ def _vary_all_dimensions_at_once(op: Op, point: Point) -> Iterator[Point]:
 
 
 def _compute_dimension_unit(operands: Sequence[Operand], point: Point, name: str) -> tuple[int, ...]:
-    """Return the unit of dimension `name`, whose multiples are legal sizes, as a tuple with one entry.
-
-    It is a multiple of the quantisation block sizes along the dimension.
-    """
+    """Return the unit of dimension `name` as a tuple of one: a multiple of the quantisation block sizes along it."""
     unit = 1
     for operand in operands:
         spec = _spec(point, operand.name)

@@ -173,11 +173,7 @@ def infer_result_specs(case: Case) -> tuple[Spec, ...]:
 
 
 def _split_sequential_dimension(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
-    """Split a case along the dimension that the op processes in order.
-
-    With a state, the second part continues from the state of the first part. With sliding windows, the parts overlap.
-    Otherwise there is one part, a prefix, whose result must equal the beginning of the whole result.
-    """
+    """Split the sequential dimension: with a carried state, with overlapping windows, or into a prefix alone."""
     op, sizes, size = case.op_declaration, case.dimension_sizes, case.dimension_sizes[name]
     results = infer_result_specs(case)
     derived = next(

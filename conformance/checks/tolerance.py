@@ -133,7 +133,7 @@ class ExpectedResult:
         return np.asarray(np.isnan(self._run_reference(damaged, self.attrs)[result]))
 
     def find_infinities_with_unstable_sign(self, result: int) -> Array:
-        """Return a mask of the infinite elements whose sign a rounding of operands can change, as for the sine of 1e39."""
+        """Return a mask of the infinite elements with another sign if operands are rounded, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.arrays[result]
         found = np.zeros(want.shape, bool)
         for _ in range(SIGN_SAMPLES):

@@ -307,7 +307,7 @@ def run_device_comparison(args: argparse.Namespace, model: Model, tokenizer: Tok
 
 
 def compare_step_with_device(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
-    """Compare the values of one step with those of `device`; return a message, and whether a value is wrong."""
+    """Compare the values of one step with another device; return a message and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.compare_with_device(tokens, device):
         if found.is_wrong:
@@ -374,7 +374,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 
 def speculative_decoder_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
-    """Return the decoder that drafts tokens with a draft model (-md) or MTP blocks; None if no flag asks for one."""
+    """Return the speculative decoder that the flags describe, with a draft model (-md) or MTP blocks; else None."""
     if session.model.mtp_block_count:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:

@@ -151,10 +151,10 @@ class SpeculativeDecoder:
         self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
 
     def compute_next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Compute the logits f32[1, vocabulary] after the tokens `known`, of which the last one is newly sampled.
+        """Compute the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled.
 
-        If this token equals the next draft token, the last run has already computed its logits. Otherwise the draft
-        tokens that are left are discarded, and a new run evaluates the token together with new draft tokens.
+        If this token equals the next draft token, its logits are known already. Otherwise the rejected draft tokens
+        are discarded, and a run evaluates the token with new draft tokens.
         """
         if (
             self._accepted_count < len(self._evaluated_tokens)

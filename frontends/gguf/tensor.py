@@ -48,10 +48,7 @@ class Tensor:
 
     @property
     def weight_origin(self) -> WeightOrigin:
-        """The identity of the stored weight, by which caches of packed weights find it.
-
-        It has four parts: path, size and modification time of the file, and the offset in it.
-        """
+        """The identity of the stored weight for caches of packed weights: path, size, modification time, offset."""
         return WeightOrigin(
             str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset
         )

@@ -180,7 +180,7 @@ class Decoder:
         return apply_feed_forward(self.weights, f"blk.{i}", h, layer.activation, self.norm)
 
     def run_experts_and_optional_dense_ffn(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """Return the sum of the experts of block i and of a dense FFN, if the block has a dense FFN beside the experts.
+        """Return the result of the experts of block i, plus the result of a parallel dense FFN if the block has one.
 
         Args:
             i: Number of the block.

@@ -19,11 +19,11 @@ from .layers.feed_forward import linear, split_columns
 
 
 class MtpGraphBuilder:
-    """Builds the step graphs of a decoder with multi-token prediction (MTP) blocks, which predict further tokens.
+    """Builds the step graphs of a decoder with multi-token prediction (MTP) blocks.
 
-    Besides a token, an MTP block reads a vector: its draft input. The graph input ``seen`` and the output ``hidden``
-    f32[n, blocks * columns] hold the draft inputs of all blocks for the next token, side by side. A block without an
-    embedding or output matrix of its own uses the one of the decoder.
+    A draft input is the vector that an MTP block reads in addition to the token. A row of ``seen`` or ``hidden``
+    f32[n, blocks * columns] holds the draft inputs of all blocks for the next token. Blocks without matrices of their
+    own use the matrices of the decoder.
     """
 
     def __init__(self, trunk: Decoder) -> None:
@@ -107,10 +107,7 @@ class MtpGraphBuilder:
         return x, self.decoder.apply_output_norm(x, name)
 
     def make_next_draft_input(self, x: Value, normed: Value) -> Value:
-        """Make the vector that the next MTP block reads besides the token (its draft input), f32[n, columns].
-
-        It comes from the residual ``x`` or from its norm ``normed``, depending on the model.
-        """
+        """Make the draft input of the next MTP block, f32[n, columns], from a residual ``x`` or from its norm."""
         whole = self.streams > 1 or self.hyper.family.draft_input == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.draft_columns)) if whole else normed
 

@@ -16,9 +16,9 @@ MIN_LOGIT = -3.4028234663852886e38
 
 
 def find_picture_token_ranges(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
-    """Find the ranges [start, stop) of token ids that stand for parts of pictures.
+    """Find the ranges [start, stop) of tokens that stand for parts of pictures.
 
-    The names of these tokens begin with ``IMGIMG``. Without token names in the file, the ranges are those of llama.cpp.
+    Their names begin with ``IMGIMG``. A file without token names has them where llama.cpp expects them.
     """
     count, key = keys.count_vocabulary_rows(), "tokenizer.ggml.tokens"
     names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()

@@ -208,7 +208,7 @@ def split_off_first_stream(x: Value) -> tuple[Value, Value]:
 
 
 def match_row_norms(x: Value, like: Value) -> Value:
-    """Scale each row of ``x`` f32[n, k, E] so that its L2 norm equals that of the row in ``like`` f32[n, 1, E]."""
+    """Scale the rows of ``x`` f32[n, k, E] to match the L2 norms of the rows of ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 

@@ -284,10 +284,7 @@ class _ModelImporter:
             )
 
     def _import_taken_branch(self, node: NodeProto, where: str) -> None:
-        """Convert only the taken branch of an ``If`` node, whose condition must be constant.
-
-        `where` names the node in errors.
-        """
+        """Convert the taken branch of an ``If`` node; its condition must be constant."""
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
             raise ModelError(

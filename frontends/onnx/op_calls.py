@@ -91,10 +91,7 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 def clip(
     x: Tensor, min_input: Tensor | None = None, max_input: Tensor | None = None, *, min: Any = None, max: Any = None
 ) -> Any:
-    """Convert ``Clip``: clamp each entry to limits, either of which may be absent.
-
-    The limits are inputs in newer opsets (`min_input`, `max_input`) and attributes in older ones (`min`, `max`).
-    """
+    """Convert ``Clip``: clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
     return arith.clamp(x, min_input if min_input is not None else min, max_input if max_input is not None else max)
 
 

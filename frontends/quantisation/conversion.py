@@ -220,7 +220,7 @@ def _split_by_file(plan: ConversionPlan) -> list[list[TensorConversion]]:
 
 
 def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
-    """Return the metadata pairs of the first written file: those of the model, with facts of this conversion."""
+    """Return the metadata of the first file: the pairs of the model, with the facts of this conversion."""
     pairs = {k: v for k, v in read_encoded_pairs(plan.model.part_paths[0]).items() if not k.startswith("split.")}
     values: list[tuple[str, MetadataType, int | str]] = [
         ("general.quantization_version", MetadataType.UINT32, QUANTISATION_VERSION),

@@ -35,7 +35,7 @@ class ImportanceMatrix:
     chunk_count: int | None
 
     def find(self, tensor: Tensor) -> Importances | None:
-        """Return the importances [matrices, columns] of a weight, or None if there are none.
+        """Return the importances [matrices, columns] of a weight, or None.
 
         Raises:
             ModelError: The importances have another shape than the weight.

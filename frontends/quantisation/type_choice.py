@@ -120,13 +120,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TypeRequest:
-    """What the user asks for the dtypes of the written tensors.
+    """The wishes of a user for the dtypes of tensors.
 
     Attributes:
         file_type: The type of the file.
-        is_pure: Whether all tensors have the dtype of the file, without more bits for important tensors.
-        overrides: Pairs of a regular expression and a dtype. The first expression found in the name of a tensor
-            applies.
+        is_pure: Whether all tensors have the dtype of the file, without a mixture.
+        overrides: Patterns that are searched in names, with a dtype each; the first match applies.
         output_dtype: The dtype of the output matrix.
         embedding_dtype: The dtype of the token embedding.
         keeps_output: Whether ``output.weight`` keeps its dtype.

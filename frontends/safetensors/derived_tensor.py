@@ -16,10 +16,7 @@ from ..gguf import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DerivedTensor(Tensor):
-    """A tensor that is computed from another tensor at each read.
-
-    `compute` returns its elements. File and offset are those of the source tensor.
-    """
+    """A tensor that `compute` makes from `source` at each read; file and offset are the ones of the source."""
 
     source: Tensor
     change: str

@@ -126,10 +126,9 @@ def map_tensor_name(family: FolderFamily, name: str) -> str | None:
 
 
 def read_rope(config: JsonObject) -> JsonObject:
-    """Return the rotary embedding parameters from ``config.json``, with `rope_theta` and `rope_type`.
+    """Return the parameters of the rotary embedding of full attention, with `rope_theta` and `rope_type`.
 
-    Older files have them in ``rope_scaling`` and ``rope_theta``, newer ones in ``rope_parameters``. If attention layers
-    have different parameters, those of full attention are returned.
+    Older files have them in ``rope_scaling`` and ``rope_theta``, newer ones in ``rope_parameters``.
     """
     rope = config.get_object("rope_parameters")
     if not rope.pairs:

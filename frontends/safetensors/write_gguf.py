@@ -30,7 +30,7 @@ def encode_pairs(pairs: Mapping[str, Pair]) -> dict[str, bytes]:
 
 
 def decode_pairs(pairs: Mapping[str, bytes], path: Path) -> dict[str, MetadataValue]:
-    """Decode metadata pairs from GGUF bytes to values of the same types as those of an opened GGUF file.
+    """Return the metadata of encoded pairs, with the types that a GGUF file of them has.
 
     The arrays keep a copy of the bytes in anonymous memory.
     """

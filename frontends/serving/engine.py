@@ -192,10 +192,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[Event]:
-        """Run one step of the scheduler: start queued requests, then read a prompt chunk or decode.
-
-        A prompt chunk belongs to one request. A decode step appends one token to each running request whose prompt is
-        read.
+        """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
 
         Returns:
             The events of the step, for the clients of the requests.

@@ -110,12 +110,11 @@ Event = TokenEvent | PromptProgressEvent | EndEvent
 class EngineTotals:
     """Total token counts and seconds of an engine since its start.
 
-    The engine updates its own record; `EngineStatus` has a copy.
+    The engine adds to its own record; `EngineStatus` has a copy.
 
-    - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: those of them from the prefix cache.
+    - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: the part from the prefix cache.
     - `new_tokens`: sampled tokens; `finished_requests`: requests that have ended in a slot.
-    - `prompt_seconds`, `decode_seconds`: seconds of all prompt steps and of all decode steps; `decode_steps`: number of
-      decode steps.
+    - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind; `decode_steps`: number of decode steps.
     """
 
     prompt_tokens: int = 0

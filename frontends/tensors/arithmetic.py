@@ -50,7 +50,7 @@ def _apply_binary_op(
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Convert two operands, of which at least one is a tensor, to tensors of their common dtype."""
+    """Convert two operands to tensors of their common dtype; at least one of the operands is a tensor."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     first, second = promote_dtypes(number_as_tensor(a, like), number_as_tensor(b, like))

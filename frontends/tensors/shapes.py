@@ -80,10 +80,7 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def permute_value(value: Value, order: Sequence[int]) -> Value:
-    """Permute the axes of a graph value: axis i of the result is axis ``order[i]``.
-
-    A permutation of a permutation becomes one permutation. A permutation that changes nothing adds no node.
-    """
+    """Permute the axes of a graph value; consecutive permutations become one, and an identity adds no node."""
     axes = list(order)
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs

@@ -15,9 +15,9 @@ COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppFlag:
-    """A command-line flag of llama.cpp: its spellings, the programs that have it, and what to use instead in hocket.
+    """A command-line flag of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
 
-    An empty remedy means that hocket has the same flag with all these spellings.
+    A flag without a remedy is accepted by hocket under all these spellings, with the same meaning.
     """
 
     names: tuple[str, ...]
@@ -354,9 +354,6 @@ def find_unsupported_flag(name: str, command: str) -> LlamaCppFlag | None:
 
 
 def find_program_remedy(word: str) -> str | None:
-    """Return what to use in hocket instead of a program of llama.cpp, or `None` if `word` is no such program.
-
-    The word may leave out ``llama-`` and ``.py``.
-    """
+    """Find the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
     name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

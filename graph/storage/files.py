@@ -84,13 +84,10 @@ def require_writable(path: str | Path) -> None:
 
 
 def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | None]:
-    """Follow all links of `path` to a plain file or an unused name.
+    """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
 
-    Raises `OSError`.
-
-    Returns:
-        The resolved path and the status of the file. The path is None for a pipe, a device, or a deleted file behind a
-        link such as /dev/stdout. The status is None if no file exists.
+    The path is None for a pipe, a device, or a deleted file behind a link such as /dev/stdout. The status is None
+    without a file. Raises `OSError`.
     """
     target = os.path.realpath(path)
     try:

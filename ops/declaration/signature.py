@@ -140,10 +140,7 @@ class Signature:
 
     @property
     def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
-        """The first indexed dimension of the signature, with its operand; None if there is none.
-
-        An indexed dimension is a table axis whose row numbers another operand has.
-        """
+        """The operand with an indexed dimension, and this dimension, which is its first one; otherwise None."""
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
     def keeps_leading_axes(

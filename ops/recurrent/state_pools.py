@@ -84,13 +84,13 @@ def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | No
 
 
 def check_snapshot_count(snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    """Return an error message if the number of snapshots is wrong, or None.
+    """Return a problem with the number of snapshots, or None.
 
-    It must be at least 1, and `slots_out` must have one row number per sequence and snapshot.
+    The number is at least 1 and equals the rows per sequence in `slots_out`.
 
     Args:
         snapshots: number of states to return per sequence.
-        saved: row numbers per sequence in `slots_out`; None if `slots_out` has no axis of snapshots.
+        saved: rows per sequence in `slots_out`; None without an axis of snapshots.
     """
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"

@@ -131,7 +131,7 @@ class AnswerParser:
                 return
 
     def _parse_begin(self) -> Iterator[Delta]:
-        """Decide from the beginning of the answer what it is: a thought, a tool call without marker, or content."""
+        """Parse the beginning of the answer: decide whether it is a thought, a bare tool call or content."""
         text = self._pending.lstrip()
         if self._may_think and text.startswith(OPEN_THOUGHT):
             self._pending, self._mode, self._stripped = text.removeprefix(OPEN_THOUGHT), "thought", SPACE

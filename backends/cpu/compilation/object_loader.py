@@ -186,7 +186,7 @@ class _ObjectFile:
         return ((start, self._read_section(at)) for at, start in self._section_starts.items())
 
     def list_table_symbols(self) -> list[int]:
-        """Return the indices of the symbols whose addresses must be in the address table behind the loaded code."""
+        """Return the indices of the symbols that need an entry in the address table."""
         return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
 
     def find_symbol_address(self, number: int, base: int) -> int:

@@ -31,7 +31,7 @@ def _fold_two_vectors(b: Any, x: Any, y: Any, combine: Callable[[Any, Any], Any]
 
 @intrinsic(FLOATS, FLOATS, FLOATS)
 def reduce_two_to_max_magnitude(b, x, y):
-    """Return the largest magnitude of x in lanes 0 to 7 and that of y in lanes 8 to 15; NaN if a lane is NaN.
+    """Reduce both vectors to their largest magnitudes, one in each half of the result; NaN if a lane is NaN.
 
     Magnitudes are compared as integers, because the bits of a NaN are larger than the bits of all numbers.
     """
@@ -42,7 +42,7 @@ def reduce_two_to_max_magnitude(b, x, y):
 
 @intrinsic(INTS, INTS, INTS)
 def reduce_two_to_sum(b, x, y):
-    """Return the sum of the int32 lanes of x in lanes 0 to 7, and that of y in lanes 8 to 15."""
+    """Reduce both int32 vectors to their sums, one in each half of the result."""
     return _fold_two_vectors(b, x, y, b.add)
 
 

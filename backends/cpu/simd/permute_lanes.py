@@ -27,7 +27,7 @@ _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
 def _make_two_vector_shuffle(order: Sequence[int]) -> Intrinsic:
-    """Make an intrinsic ``(x, y)`` whose result lane i is lane ``order[i]`` of x and y: 0 to 15 is x, 16 to 31 is y."""
+    """Make an intrinsic that shuffles the lanes of two vectors into `order`; 16 and up is the second vector."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 

@@ -40,9 +40,7 @@ class ColumnSplit:
 def find_column_split(
     steps: StepTableBuilder, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False
 ) -> ColumnSplit | None:
-    """Return a split of `out` by which each thread continues with the columns that it wrote; None if there is none.
-
-    With such a split the next step needs no barrier.
+    """Return the column split of `out` that continues the split of a source; None if the next step needs a barrier.
 
     Args:
         steps: The builder with the previous steps.

@@ -169,10 +169,7 @@ class StepTableBuilder:
             self._column_bounds[out.region] = bounds
 
     def find_column_bounds(self, operands: Sequence[Operand]) -> Sequence[int] | None:
-        """Return the column bounds by which threads wrote one of `operands` since the last barrier, or None.
-
-        The first such operand counts.
-        """
+        """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
         bounds = (self._column_bounds.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
@@ -268,7 +265,7 @@ class StepTableBuilder:
         self.register_derived_operands(("own", value.region), operands, [value])
 
     def find_per_thread_values(self, value: Operand) -> Sequence[Operand] | None:
-        """Return for each thread its own copy of `value`; None if there are no such copies."""
+        """Return the operand of each thread that holds the contents of `value`, or None."""
         own = self.find_derived_operands(("own", value.region))
         return None if own is None else [with_layout_of(o, value) for o in own]
 

@@ -99,10 +99,7 @@ def as_row_starts(x: Operand) -> Operand:
 
 
 def as_repeated_row_starts(x: Operand) -> Operand:
-    """Return a view of the first element of each row of `x`, with a last axis of stride 0 that repeats this element.
-
-    The last axis has size 1. The other axes are those of `x`, without its last axis.
-    """
+    """Return a view of the row starts of `x` with a last axis of size 1 and stride 0, which repeats each start."""
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 

@@ -60,7 +60,7 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare_exchange(self) -> None:
-        """Do what must precede the exchange of addresses: allocate signals, and compile the kernels of collectives.
+        """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
 
         No device then waits for a compiler during the exchange.
         """
@@ -155,10 +155,10 @@ class ProgramCollectives:
         return call.op in POINT_TO_POINT_OPS and self.comm.plan_device_count > self.comm.size
 
     def _bind_exchange_with_staging(self, launches: LaunchBuilder, bind: Callable[[], None]) -> None:
-        """Bind a library exchange whose scratch is the staging memory of the program.
+        """Bind a library exchange with staging memory as its scratch, which all exchanges of the program share.
 
-        All exchanges share this memory, because they run one after the other. The first call of `bind` uses address 0
-        and measures the staging bytes. The second call uses the real address.
+        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
+        Exchanges can share the memory because they run one after the other.
         """
         items, faults, launches.scratch_address, launches.scratch_bytes = (
             len(launches.items),

@@ -36,10 +36,9 @@ class PinnedBlock:
 
 
 class PinnedPool:
-    """A pool of pinned host memory blocks, each of which is reused after its array is deleted.
+    """A pool of pinned host memory blocks, which are reused after their arrays are deleted.
 
-    The device copies results directly into such memory, so no extra copy is needed. The pages are resident and cause no
-    page faults.
+    The memory is pinned and resident, so a result needs no extra copy and causes no page faults.
     """
 
     def __init__(self, pin: Callable[[int], Any]) -> None:

@@ -25,11 +25,10 @@ class CompiledCode:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A runtime compiler library whose functions are those of NVRTC up to a prefix: NVRTC itself or hiprtc.
+    """A runtime compiler library with the calls of NVRTC: NVRTC itself or hiprtc.
 
-    - `name` is the name in messages.
-    - `prefix` begins the names of all functions of `library`.
-    - `code_suffix` ends the names of the functions that return machine code.
+    `name` appears in messages. All calls of `library` begin with `prefix`. The calls for machine code end with
+    `code_suffix`.
     """
 
     name: str

@@ -41,7 +41,7 @@ MAIN_PATH_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessAllowance:
-    """An exception from the access budget: one source line whose memory accesses may cost more than the minimum.
+    """An exception from the access budget: one source line may cost more than the minimum.
 
     Attributes:
         file: Name of the source file.
@@ -164,9 +164,9 @@ ACCESS_ALLOWANCES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessTableRow:
-    """One row of the access table: the sum of all accesses of one kind and width in a kernel.
+    """One row of the access table: the summed accesses of one kind and width in a kernel.
 
-    `worst_site` is the access whose cost is the most above its minimum.
+    `worst_site` has the largest cost above the minimum.
     """
 
     kernel: str

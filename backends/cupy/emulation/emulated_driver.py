@@ -262,7 +262,7 @@ class _EmulatedLaunch:
         return f": {low - address} bytes before {self._format_operand_words(name)}"
 
     def _format_operand_words(self, low: int) -> str:
-        """Format the indices of the launch words whose operand begins at address `low`."""
+        """Format the indices of the launch words that hold the operand with address `low`."""
         return "word " + " and ".join(str(s.word_index) for s in self.launch.spans if s.low <= low < s.high)
 
 

@@ -54,6 +54,6 @@ def select_innermost_line(frames: Sequence[str]) -> str:
 
 
 def select_kernel_frames(frames: Sequence[str]) -> tuple[str, ...]:
-    """Return the frames in kernel sources, without those in the prelude (headers that all kernels share)."""
+    """Select the frames in kernel sources, without the files of the prelude."""
     ours = (name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh")))
     return tuple(name for name in ours if not name.startswith(PRELUDE_FILES))

@@ -77,11 +77,10 @@ def estimate_block_executions(blocks: Sequence[BasicBlock], sites: Iterable[Acce
 def _build_access_equations(
     blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
 ) -> list[tuple[dict[int, float], float]]:
-    """Build linear equations whose unknowns are the numbers of warps that execute each basic block.
+    """Build one equation for each group of equivalent locations: the accesses of each block, and the counted ones.
 
-    There is one equation for each group of equivalent locations. Its left side is the accesses of each block, by block
-    index. Its right side is the counted accesses. The unit is an access of the largest width that was counted in the
-    group. A group that only one compiler knows has no equation.
+    The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
+    has no equation.
     """
     there, counted = _sum_bytes_by_location_and_block(blocks, reached), _sum_counted_bytes_by_location(sites)
     known = []
@@ -118,9 +117,9 @@ def _group_equivalent_locations(
 
 
 def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
-    """Yield lists of locations that may be confused: those of one basic block inside of the same inlined function.
+    """Find the locations of a block that share one inlined function of the prelude; yield a list for each function.
 
-    NVRTC records some accesses of an inlined function of the prelude at the place of another call of the function.
+    NVRTC records some of these accesses at the place where another call of the function was inlined.
     """
     for number in reached:
         through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)

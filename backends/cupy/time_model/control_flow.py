@@ -57,7 +57,7 @@ ASYNC_COPIES = -1
 
 
 class MemoryDependence(NamedTuple):
-    """The global-memory registers of one instruction: those that it loads, and those that it uses.
+    """The registers that one instruction loads from global memory, and the registers that it uses.
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
     """
@@ -237,7 +237,7 @@ def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
 
 
 def _find_memory_dependence(op: _Instruction) -> MemoryDependence | None:
-    """Return the registers that an instruction loads from global memory and those that it uses; `None` if none."""
+    """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
     if op.op.startswith("LDGSTS"):
         return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
     if pending := _COPY_WAIT.match(op.op + op.operands):

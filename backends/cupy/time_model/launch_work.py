@@ -68,16 +68,15 @@ def _count_multiplications_per_warp(shape: str) -> float:
 
 
 def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> float:
-    """Count how often all warps of a launch wait for loads from global memory.
+    """Count the waits of all warps for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
-
-    This is a dataflow analysis. The set of registers with pending loads is propagated along the control flow until it
-    no longer grows. Blocks that were never executed add no loads.
+    The set of pending registers is propagated along the control flow until it no longer grows. Blocks with 0
+    executions add no loads.
 
     Args:
         blocks: Basic blocks of the kernel.
-        ran: The number of warps that execute each block.
+        ran: Warp executions of each block.
     """
     pending_at_entry: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)

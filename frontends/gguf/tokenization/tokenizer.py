@@ -157,9 +157,7 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_chat_continuation(self, rendered: str, last: int) -> list[int]:
-        """Encode text of a rendered chat that continues earlier text, whose last token is `last`.
-
-        The last token decides whether a space is added before the text, or white space is removed.
+        """Encode the continuation of a rendered chat, which follows the token `last`.
 
         Raises:
             ModelError: As for `encode`.

@@ -204,7 +204,7 @@ class TokenizerModelCache:
         return tokenizer
 
     def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return the BPE merges (left, right) whose joined text is a token of `vocabulary`, in order of priority."""
+        """Select the BPE merges (left, right) with a result in `vocabulary`, in order of priority."""
         if self._kind == "llama":
             return derive_merges_from_scores(vocabulary, self._scores)
         is_result = np.zeros(len(self._tokens), bool)
@@ -225,10 +225,9 @@ class TokenizerModelCache:
         return np.frombuffer(merges, np.int32).reshape(-1, 3)
 
     def _find_merges_cache_file(self) -> Path | None:
-        """Return the path of the file that caches the merges on disk, or None if there is nothing to cache.
+        """Return the path of the disk cache of the merges, or None if the file has no arrays of tokens and merges.
 
-        The model file must have arrays of tokens and merges. The path depends on both arrays and on the code of
-        `read_merges`.
+        The cache key has both arrays and the source code of `read_merges`.
         """
         tokens, merges = (self._metadata.get(KEY_PREFIX + name) for name in ("tokens", "merges"))
         if not isinstance(tokens, MetadataArray) or not isinstance(merges, MetadataArray):

@@ -96,9 +96,9 @@ def read_numbers_per_token(metadata: Mapping[str, object], name: str, length: in
 
 
 def read_pre_tokenizer_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizerRule:
-    """Read the rule by which text is split into pieces before BPE merges.
+    """Read the pre-tokenizer rule of a vocabulary, which splits text into words before BPE merges.
 
-    The key ``tokenizer.ggml.pre`` names the rule, but only for the kinds of tokenizers in `PRE_KINDS`.
+    Only the kinds in `PRE_KINDS` depend on the key ``tokenizer.ggml.pre``.
     """
     if kind in PRE_KINDS:
         return select_pre_tokenizer_rule(read_scalar(metadata, "pre", str, "default") or "default")
@@ -163,10 +163,9 @@ def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) ->
 
 
 def derive_merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Derive BPE merges for a SentencePiece vocabulary, which stores token scores instead of merges.
+    """Derive the BPE merges from token scores: all pairs of tokens that form a token, the highest score first.
 
-    A merge is a pair of tokens whose joined text is a token too. The pair with the highest score of this token is
-    first.
+    SentencePiece vocabularies store no merges.
     """
     merges = []
     # For one result the longer left part comes first: merging goes from left to right.

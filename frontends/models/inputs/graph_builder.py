@@ -19,9 +19,9 @@ from .step import RingCacheInput, Step, count_cache_rows
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Which earlier tokens a token may attend to: all of them, or only those in the last ``window`` cells.
+    """The cells that a token attends to: all earlier ones and its own, or only the last ``window`` cells.
 
-    A cell is the place of one token in a KV cache. The own cell of the token counts; ``window`` 0 means all cells.
+    A cell is the place of one token in a KV cache; ``window`` 0 means all cells.
 
     - ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
     - ``has_distance_bias`` adds distances to the mask, for ALiBi.

@@ -20,13 +20,11 @@ from .rope import Rope, find_frequency_divisors
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one layer, with ``heads`` query heads and ``kv_heads`` heads of keys and values.
+    """The attention of one layer: ``heads`` queries of ``key_size``, ``kv_heads`` keys, and values of ``value_size``.
 
-    - ``key_size``, ``value_size``: columns of a head of queries and keys, and of values.
-    - ``head_norm``: the norm of queries and keys.
-    - ``rope``: the rotary embedding; `None` for none.
-    - ``cap``: the soft cap of scores; ``clamp``: the limit of q, k and v; 0 means no limit.
-    - ``source``: the layer whose KV cache this layer reads; `None` for a cache of its own.
+    ``head_norm`` is the norm of q and k, ``rope`` the rotary embedding (`None`: none). ``cap`` is the soft cap of
+    scores; ``clamp`` limits q, k and v; 0 means neither. A layer with ``source`` reads the KV cache of that layer and
+    has none of its own.
     """
 
     family: FamilyTraits

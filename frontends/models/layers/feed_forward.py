@@ -116,10 +116,10 @@ def round_to_half(x: Value) -> Value:
 
 
 def gelu_in_half(x: Value, name: str = "") -> Value:
-    """Return the GELU of ``x`` with operand and result rounded to half precision, as llama.cpp computes it.
+    """Return the GELU of ``x`` with operand and result rounded to half precision.
 
-    llama.cpp reads GELU from a table over all f16 numbers. In models whose FFN has no gate, the rounding is visible in
-    the logits.
+    llama.cpp reads GELU from a table over all f16 numbers. The rounding shows in the logits of families without a
+    gate in the FFN.
     """
     return round_to_half(ops.gelu(round_to_half(x), name=name))
 

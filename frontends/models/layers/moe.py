@@ -228,10 +228,9 @@ def route_tokens(weights: ModelWeights, block: str, scores: Value, experts: Expe
 def compute_selection_scores(
     weights: ModelWeights, block: str, scores: Value, probabilities: Value, experts: ExpertLayer
 ) -> Value:
-    """Compute the scores by which experts are selected, f32[n, 1, count].
+    """Compute the scores for the selection of experts, f32[n, 1, count].
 
-    A score is the probability of an expert plus a bias, if the file has one. It is -inf outside the best groups of
-    experts.
+    These are the probabilities plus a bias, if the file has one, and -inf outside the best groups of experts.
     """
     if experts.family.special_routing == "weighted input":
         return scores

@@ -28,9 +28,7 @@ def propagate_partial_sum(
 ) -> OptionalPartialSum:
     """Propagate the partial sums of a node's operands to the results; return None if the results are complete.
 
-    A partial sum holds, on each device, some terms of a sum over devices.
-
-    1. A lookup in a table of which the device stores some rows has the terms of these rows.
+    1. A lookup in a table with some local rows has the terms of these rows.
     2. With complete operands, the node's own contraction gives the partial sum.
     3. Zeros in operands that give zeros are a partial sum without terms.
     4. A routed partial sum (rows that a table lookup selects) stays routed if the result is zero at the same indices.

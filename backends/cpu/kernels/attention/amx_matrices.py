@@ -62,7 +62,7 @@ def is_exact_in_bf16_tiles(k: DType, v: DType) -> bool:
 
 
 def count_bf16_terms(dtype: DType) -> int:
-    """Return the number of bfloat16 values whose sum represents one key or value of a type."""
+    """Return the number of bfloat16 terms of keys or values of a type."""
     return 1 if dtype is DType.BF16 else 2
 
 

@@ -190,7 +190,7 @@ def merge_partial_results_of_group(a, unit, scratch):
 
 
 def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
-    """Return the subroutines that read values: those of float32 if values are expanded to float32, else `cells`."""
+    """Return the row operations for the values that heads read: float32 if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -336,10 +336,7 @@ def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
 
 
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that adds the values of a range of keys, times their softmax weights, to all result rows.
-
-    The rows are those of a work unit.
-    """
+    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_value_operations(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))

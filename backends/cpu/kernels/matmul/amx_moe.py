@@ -99,7 +99,7 @@ def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
 
 @subroutine
 def zero_and_quantise_remote_expert_rows(a, mine):
-    """Write zeros to the result rows of slots whose experts are on other devices, as float32 and quantised."""
+    """Zero the result rows of slots that belong to experts of other devices, as float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:

@@ -210,9 +210,10 @@ def _has_same_activations_and_weight_shape(product: BoundInstruction, first: Bou
 
 
 def _find_first_weight_row_address(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
-    """Return the address of the weight row that computes the first column of `unit`, an operand of a gated unit.
+    """Find the address of the first weight row that computes an operand of a gated unit.
 
-    Return None if no product in `products` computes the operand, or if its rows begin within a group of weight rows.
+    Returns:
+        None if the operand is not a result of `products`, or if its rows begin within a group of weight rows.
     """
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4

@@ -50,10 +50,9 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 
 
 def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
-    """Make the subroutine ``(p, h, q, k) -> (codes, codes)`` that loads the weight codes of two blocks.
+    """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
 
-    The codes of the first block are at `p` (first plane) and `h` (second plane), those of the second block at `q` and
-    `k`.
+    `p` and `q` are addresses in the first plane of codes, `h` and `k` in the second plane.
     """
     codes, two = form.load_codes, form.load_two_codes
     if two is None:

@@ -123,9 +123,9 @@ def quantise_activation_rows(a, thread, threads):
 
 @subroutine
 def quantise_row_to_targets(a, at, i, y, n):
-    """Quantise row `i`, whose `n` float32 are at `y`, once for each quantised target in the kernel arguments `a`.
+    """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
 
-    `at` is the position of the first of `QuantisedTarget.rounding_words` in `a`.
+    `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -133,7 +133,7 @@ def quantise_row_to_targets(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, whose float32 are at `x`, once for each quantised target in the kernel arguments.
+    """Quantise block `b` of row `i`, which begins at `x`, for each target in the kernel arguments.
 
     Parameters are as in `quantise_row_to_targets`.
     """
@@ -297,11 +297,11 @@ class ResultConsumers:
     def make_thread_target(
         self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
     ) -> QuantisedTarget:
-        """Make the target of one thread: the memory of its float32 rows and of its quantised rows.
+        """Make the target of one thread: its float32 rows and its quantised rows.
 
         Args:
-            floats: All rows as float32; None if no op reads float32.
-            scratch_row: Memory of one float32 row. If `floats` is None, every row is written there before quantisation.
+            floats: All rows as float32. None if only quantised rows are read.
+            scratch_row: Memory of one row, which all rows use without `floats`.
             records: Quantised rows for each kind of rounding.
         """
         rounding = [len(records)]

@@ -328,10 +328,7 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
 
 
 def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """Return the first and the end column of ``y`` [n, t, c] that `x` shows; None if `x` is not a view of heads of y.
-
-    `x` is [n, t, heads, numbers].
-    """
+    """Find the columns of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]

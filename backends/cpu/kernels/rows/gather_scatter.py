@@ -277,10 +277,7 @@ def _add_move_rows_step(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """Add a step that gathers or scatters rows by ids, and stops the run at an invalid id.
-
-    `moved` is the operand whose bytes the step moves.
-    """
+    """Add a step that moves the rows of `moved` by ids. An invalid id stops the run."""
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 

@@ -34,7 +34,7 @@ BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed
 
 @subroutine
 def int32_bits_to_float(x):
-    """Convert int32 to float32; `x` is a vector of type float32 whose lanes hold the bits of int32."""
+    """Convert int32 lanes to float32; the int32 bits are in float32 lanes."""
     return to_float(float_to_bits(x))
 
 

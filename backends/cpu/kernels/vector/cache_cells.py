@@ -17,10 +17,12 @@ from .block_rows import BLOCK_EXPANDERS, BLOCK_LOADERS
 class CacheRowOperations:
     """The subroutines that read KV cache rows of one type as float32.
 
-    Attributes: nbytes: Bytes of an element; for a quantised type, of a block. row_bytes: ``(n)`` returns the bytes of
-    the first `n` elements of a row. load_16: ``(row, c)`` loads 16 elements from column c on. load_first: ``(row, c,
-    n)`` loads the columns c to n, at most 16; other lanes are 0. Memory behind n is not read. expand_range: ``(row, c,
-    n, to)`` expands columns c to n to float32. It is None if each head converts by itself.
+    Attributes:
+        nbytes: Bytes of an element or of a block.
+        row_bytes: ``(n)`` returns the bytes of the first `n` elements of a row.
+        load_16: ``(row, c)`` loads 16 elements from column c.
+        load_first: ``(row, c, n)`` loads the elements before column n of these, and zeros. Memory behind n is not read.
+        expand_range: ``(row, c, n, to)`` expands columns c to n to float32. It is None if each head converts by itself.
     """
 
     nbytes: int

@@ -134,7 +134,7 @@ def _launch_expert_sum(
     shared_down: BoundInstruction | None = None,
     gate: Operand | None = None,
 ) -> None:
-    """Launch the weighted sum of expert outputs in an MoE layer: down projections times routing weights, per token.
+    """Launch the weighted sum of expert outputs: the down projections of chosen experts times their shares.
 
     The launch also adds the down projection of the shared expert, if there is one.
 
@@ -144,7 +144,7 @@ def _launch_expert_sum(
         total: The weighted sum of these products.
         out: The result.
         shared_down: The down projection of the shared expert.
-        gate: The logit whose sigmoid is the factor of the shared expert; without it the factor is 1.
+        gate: The logit of the shared expert's share; without it the share is 1.
     """
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)

@@ -122,9 +122,9 @@ def launch_gemv(
         launches: Receives the launch.
         products: The weights and their results.
         x: Activations [entries * tokens, columns].
-        entries: Number of routed rows, each of which reads one matrix of a weight, such as one expert.
+        entries: Entries of the route, each with one matrix of a weight.
         tokens: Rows of x for each entry, at most 4.
-        route: The fields of the routing, which maps entries to matrices.
+        route: The fields of the routing.
         unit: Code of the gated unit that joins two products.
         other_products: Weights of additional entries, which have one row each.
         other_entries: The number of additional entries.

@@ -34,7 +34,7 @@ MAX_MATRICES = 65535
 
 
 def as_matrix_starts(x: Operand) -> Operand:
-    """Return a view of the first element of each matrix of `x`; its axes are those of `x` without the last two."""
+    """Return a view of the matrix starts of `x`: the first element of each matrix, without the last two axes."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 

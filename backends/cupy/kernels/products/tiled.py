@@ -221,10 +221,7 @@ def _choose_cluster_size(row_blocks: int) -> int:
 
 
 def count_activation_terms(dtype: DType, tile: TileShape, is_exact: bool) -> int:
-    """Return the number of 16-bit terms whose sum represents one activation.
-
-    It is one for packed weights, and for 16-bit weights unless the result must be exact. Otherwise it is two.
-    """
+    """Count the 16-bit terms of each activation: one for packed weights and for inexact 16-bit weights, else two."""
     return 1 if dtype in PLANE_LAYOUTS or (tile in (WARPGROUP_TILE, CLUSTER_TILE) and not is_exact) else 2
 
 
@@ -238,9 +235,7 @@ def find_activation_rounding_error(dtype: DType, is_exact: bool) -> float | None
 def _split_activations_into_terms(
     launches: LaunchBuilder, w: Operand, x: Operand, terms: int, tile: TileShape, tiles: int
 ) -> tuple[Operand, LaunchWord]:
-    """Launch the split of each activation into 16-bit terms whose sum represents it.
-
-    For cluster tiles, the terms are stored in the order of tiles.
+    """Launch the split of activations into 16-bit terms; for clusters, the terms are in the order of tiles.
 
     Returns:
         The terms, and the factors that undo the scales of rows (0: no scales).
@@ -302,7 +297,7 @@ def launch_tiled_matmul(
     terms: int,
     route: list[LaunchWord],
 ) -> None:
-    """Launch a tiled matmul on tensor cores: split x into 16-bit terms, multiply all tiles, and add partial results.
+    """Launch a tiled matmul on tensor cores: split x into terms, multiply a table of tiles, and add partial results.
 
     Args:
         launches: Receives the launches.
@@ -312,7 +307,7 @@ def launch_tiled_matmul(
         tiles: The table of tiles [tiles, 4], int32.
         tile: The tile shape.
         shares: Number of blocks that share the columns of a tile.
-        terms: Number of 16-bit terms whose sum is an activation.
+        terms: Number of terms of an activation.
         route: The fields of the routing.
     """
     taken_apart, undo = _split_activations_into_terms(launches, w, x, terms, tile, tiles.shape[0])

@@ -81,11 +81,9 @@ class DeltaNetInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetWeights:
-    """The contiguous weights of a gated delta net layer, except those of its linear layers.
+    """The contiguous weights of a gated delta net layer, without its linear layers.
 
-    - `w`: the convolution [channels, 4].
-    - `a`: -exp(A_log) [value heads].
-    - `dt`: the bias of the step sizes [value heads].
+    `w`: the convolution [channels, 4]. `a`: -exp(A_log) [value heads]. `dt`: the bias of the steps [value heads].
     """
 
     w: Operand
@@ -267,11 +265,9 @@ def _fuse_delta_net_inputs(launches: LaunchBuilder, flow: Dataflow, number: int)
 
 @dataclass(frozen=True, slots=True)
 class _MatchedConvolution:
-    """The matched instructions of a convolution and its state, whose operands are also operands of the fused kernel.
+    """The matched instructions of a convolution and its states, which have operands of the fused kernel.
 
-    - `both`: joins old rows and new rows.
-    - `conv`: the convolution.
-    - `next_rows`: selects the rows to keep for the next step.
+    `both` joins old rows and new rows, `conv` is the convolution, `next_rows` selects the rows to keep.
     """
 
     both: BoundInstruction

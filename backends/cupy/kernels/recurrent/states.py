@@ -88,7 +88,7 @@ class StateOperands:
         return [self.new, slots, self.new.shape[0]]
 
     def make_resume_fields(self, snapshot: int) -> list[LaunchWord]:
-        """Return the fields of the C struct `Beginning` for a launch whose initial states are a snapshot."""
+        """Return the fields of the C struct `Beginning` for a launch that resumes from a snapshot."""
         return [*self.make_snapshot_fields(snapshot), self.snapshots, 0, 0]
 
 
