@@ -180,7 +180,7 @@ def gated_linear_attention(tokens: int) -> KernelCase:
         k, v, q, g = (input(f"{name}{i}", (1, tokens, heads, size)) for name in "kvqg")
         return ops.gated_linear_attn(k, v, q, g, state(f"s{i}", (1, heads, size, size)), scale=size**-0.5)[0]
 
-    return KernelCase(f"{heads} heads of {size}, {tokens} tokens", ("scans.",), "gated_linear_attn", build)
+    return KernelCase(f"{heads} heads of {size}, {tokens} tokens", ("linear_attention.",), "gated_linear_attn", build)
 
 
 def running_sums() -> KernelCase:
