@@ -148,7 +148,7 @@ def make_delta_net_case(tokens: int) -> KernelCase:
         old = state(f"s{i}", (1, heads, size, size))
         return ops.gated_delta_net(q, k, v, decay, beta, old, heads="tiled")[0]
 
-    return KernelCase(f"{heads} heads of {size}, {tokens} tokens", ("recurrent.",), "gated_delta_net", build)
+    return KernelCase(f"{heads} heads of {size}, {tokens} tokens", ("gated_delta_net.",), "gated_delta_net", build)
 
 
 def make_norm_case(tokens: int) -> KernelCase:
@@ -195,7 +195,7 @@ def sliding_windows() -> KernelCase:
         padding = {"left": (1, 1), "right": (1, 1)}
         return ops.windows(input(f"x{i}", (1, 64, 64, 64)), size=(3, 3), stride=(1, 1), dilation=(1, 1), **padding)
 
-    return KernelCase("3×3 of 64×64×64", ("windows.",), "windows", build)
+    return KernelCase("3×3 of 64×64×64", ("sliding_windows.",), "windows", build)
 
 
 def make_kernel_cases(cold: int) -> Iterator[KernelCase]:
