@@ -248,10 +248,7 @@ class Engine:
             yield PromptProgressEvent(request.id, match.tokens)
 
     def _compute_window_size(self, slot: int) -> int:
-        """Return the number of slots in the smallest window that contains `slot` and the slots of all running requests.
-
-        A window is an aligned range of slots that run together; see `choose_slot_window`.
-        """
+        """Return the slot count of the smallest window (`choose_slot_window`) with `slot` and all running requests."""
         return choose_slot_window([slot, *self._running])[1]
 
     def _move_request_to_shrink_window(self, decoding: Sequence[_RunningRequest]) -> None:
@@ -347,10 +344,7 @@ class Engine:
             yield from self._advance(one, rows[one.slot])
 
     def _decode_one_by_one(self, decoding: Sequence[_RunningRequest], error: HocketError) -> Iterator[Event]:
-        """After a decode step of several requests has failed, repeat it for each request alone.
-
-        Only the requests that fail again end with an error.
-        """
+        """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
         if len(decoding) == 1:
             yield self._end_with_error(decoding[0], error)
             return
