@@ -75,7 +75,9 @@ class Candidate:
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_corrected_estimate(self, time_ratio: float) -> Candidate:
-        """Return the candidate with its estimate corrected by `time_ratio`, if that is below its correction factor.
+        """Return the candidate with an estimate that is corrected by `time_ratio` instead of its current correction factor.
+
+        The candidate is returned unchanged if its correction factor is not larger than `time_ratio`.
 
         Args:
             time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
