@@ -26,9 +26,9 @@ BRANCHES_KIND = "independent branches"
 
 
 def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
-    """Choose the plan of split mode `auto`: the fitting plan with the least penalised time.
+    """Choose the plan of split mode `auto`: the plan that fits into memory with the least penalised time.
 
-    If none fits, the plan that misses fewest bytes is chosen.
+    If no plan fits, choose the one that misses the fewest bytes. Penalties are for more devices and for copies.
     """
     alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone

@@ -68,7 +68,8 @@ def plan_repeated_layers(
 ) -> RepeatedPlan | None:
     """Plan the repeated layers of a graph once, in a shortened graph; None if that is impossible or saves little.
 
-    It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
+    It is impossible if the repetitions are distributed differently over the devices, or if a layout would differ from
+    `fixed_layouts`.
 
     Args:
         graph: The deep graph, with all layers.

@@ -32,7 +32,7 @@ MAX_LISTED_CAUSES = 4
 
 @dataclass(frozen=True, slots=True)
 class ImbalanceCause:
-    """A cause of imbalance: weights that exceed the share of the fullest device for the same reason.
+    """A cause of imbalance: weights that exceed the share of the fullest device, all for the same reason.
 
     `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
     """

@@ -246,7 +246,7 @@ class _SavedRun(NamedTuple):
 
 
 class _DevicePart:
-    """The part of a plan that one device runs: input slots, compiled program, output shards and undo log."""
+    """The part of a pipelined plan that one device runs: input slots, compiled program, output shards and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
