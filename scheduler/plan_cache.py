@@ -119,7 +119,7 @@ def plan_with_cache(
 
 
 def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
-    """Name the programs of a plan by its cache file, so that the binding cache of a backend finds their bindings."""
+    """Return the plan with programs that are named after its cache file, so that backends can cache bindings."""
     first_equal = find_first_devices_with_same_program(plan.device_plans)
     programs = {first: replace(plan.device_plans[first].program) for first in first_equal}
     for first, program in programs.items():
@@ -132,9 +132,9 @@ def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
 
 
 def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
-    """Return whether the plan may be cached: it depends only on the source of hocket, the devices and the options.
+    """Return whether a plan depends only on the source of hocket, the devices and the options.
 
-    Backends and ops from outside hocket are not cacheable.
+    Only such a plan may be cached. Backends and ops from outside hocket rule it out, because their source may change.
     """
     return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in group) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
@@ -146,7 +146,10 @@ def _is_builtin_backend(kind: type) -> bool:
 
 
 def _build_earlier_plan_key(earlier_plan: Plan) -> object:
-    """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
+    """Build the cache key of an earlier plan whose layouts a new plan keeps.
+
+    The key has the parts of the earlier plan on which the new plan depends.
+    """
     return (
         [*earlier_plan.leaves.items()],
         sorted(earlier_plan.sharded_factors),
@@ -156,7 +159,10 @@ def _build_earlier_plan_key(earlier_plan: Plan) -> object:
 
 
 def _build_workload_key(workload: Workload) -> object:
-    """Build the cache key of a workload, with its graphs: workloads of equal text may have different graphs."""
+    """Build the cache key of a workload from its text and its graphs.
+
+    The text alone is not enough, because workloads of equal text may have different graphs.
+    """
     return (
         str(workload),
         workload.chunk_sizes,
@@ -172,9 +178,10 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
 
 
 def _list_planner_source_files() -> list[tuple[str, int, int]]:
-    """List the source files that plans depend on: path, size in bytes and modification time.
+    """List the source files that plans depend on, to detect that a cached plan is outdated.
 
-    Python uses the same data to find out whether a compiled file is current.
+    Returns the path, the size in bytes and the modification time of each file. Python uses the same data to find out
+    whether a compiled file is current.
     """
     files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
     return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
@@ -184,7 +191,7 @@ def _list_planner_source_files() -> list[tuple[str, int, int]]:
 
 
 def _serialise_plan(plan: Plan, group: Devices) -> bytes:
-    """Return a plan as JSON bytes for the cache; a device graph that equals the graph of the user is omitted."""
+    """Serialise a plan as JSON bytes for the cache, without the device graphs that equal the user's graph."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
     first_equal = find_first_devices_with_same_program(plan.device_plans)
     document = {

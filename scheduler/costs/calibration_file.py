@@ -67,9 +67,9 @@ def scale_built_in_hardware(group: Devices) -> Hardware:
 
 
 def find_saved_speeds(group: Devices) -> Speeds | None:
-    """Find the saved speeds of this machine for a device group, or None.
+    """Find the saved (calibrated) speeds of a device group on this machine, or return None if there are none.
 
-    The result does not depend on the processes that have the devices.
+    The result is the same in all processes, whichever of them owns the devices.
     """
     file = make_saved_speeds_path()
     if not file.exists():
@@ -82,14 +82,17 @@ def find_saved_speeds(group: Devices) -> Speeds | None:
 
 
 def describe_speed_source(hardware: Hardware) -> str:
-    """Describe the source of the speeds of a plan; built-in speeds come with a hint how to measure."""
+    """Describe where the speeds of a plan come from.
+
+    For built-in speeds the text includes a hint how to measure them.
+    """
     return (
         f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN_SOURCE else hardware.source
     )
 
 
 def describe_calibration_date() -> str:
-    """Describe the date of the calibration that saved the speeds: "calibrated" and the day, as `Hardware.source`."""
+    """Return ``calibrated`` and the day of the calibration that saved the speeds, as text for `Hardware.source`."""
     with suppress(ValueError, AttributeError):
         return (
             f"calibrated {json.loads(read_cached(make_saved_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
@@ -147,13 +150,19 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 
 def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
-    """Return the fields of `speeds` by name as plain data, which are JSON data and keyword arguments of `Speeds`."""
+    """Convert `speeds` to a dict from field name to value, which is valid JSON.
+
+    The dict is also valid as keyword arguments of `Speeds`.
+    """
     figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
     return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
 def _is_valid_speeds(s: Speeds) -> bool:
-    """Return whether speeds from a file are valid: all figures are in range, and the sizes of cache shares ascend."""
+    """Return whether speeds from a file are valid.
+
+    All figures must be in range. The sizes, in bytes, for which the share in caches was measured must ascend.
+    """
     # speeds by dtype are checked as speeds by op
     each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
     others = (s.weight_independent_hardware.op_bandwidth, s.unpacking, s.cached)
@@ -168,7 +177,7 @@ def _is_valid_speeds(s: Speeds) -> bool:
 
 @cache
 def _describe_version_and_processors() -> str:
-    """Describe this version of hocket and the processors of this machine in one text, which identifies both."""
+    """Return a text that identifies this version of hocket together with the processors of this machine."""
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()
     with suppress(OSError):

@@ -100,7 +100,7 @@ class Hardware:
 
     @property
     def solo_hardware(self) -> Hardware:
-        """The hardware model of a solo device: its speeds while the other devices are idle."""
+        """The hardware model of one device that works while all other devices are idle."""
         if self.alone_flops == self.alone_bandwidth == 1.0:
             return self
         return replace(
@@ -290,7 +290,10 @@ def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> 
 
 
 class WorkCounter:
-    """A counter of the work of nodes, in FLOPs and bytes, with a cache of equal nodes, because layers repeat."""
+    """Counts the work of nodes in FLOPs and bytes.
+
+    The counts of equal nodes are cached, because the layers of a model repeat.
+    """
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}
@@ -335,7 +338,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
 
 
 def find_view_base_node(value: Value) -> Node:
-    """Find the base node of a view: the first node behind all views of `value`, which computes or holds its memory."""
+    """Find the node that computes or stores the memory of `value`: the first node that is no view."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -343,10 +346,10 @@ def find_view_base_node(value: Value) -> Node:
 
 
 def find_memory_owner(value: Value) -> Node:
-    """Find the node that owns the memory of `value`, behind views and in-place updates of single entries.
+    """Find the node that owns the memory of `value`, through views and in-place updates.
 
-    Example: the owner of a KV cache with new rows is the state of the cache, because most rows are unchanged. A value
-    in memory of its own belongs to the node that computes the value.
+    Example: new rows are written into a KV cache in place. The updated cache is owned by the state of the cache.
+    A value in memory of its own is owned by the node that computes it.
     """
     while not value.node.is_leaf:
         declared, node = op_of(value.node), value.node

@@ -47,12 +47,17 @@ class TableKeyRule(NamedTuple):
 
 
 def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
-    """Make the argument kind that accepts texts if the pattern, a regular expression, matches the whole text."""
+    """Make an argument kind that accepts a text if a regular expression matches the whole text.
+
+    Args:
+        description: The description of allowed texts, for messages.
+        pattern: The regular expression.
+    """
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
 def _make_choice_argument_kind(names: Mapping[str, object]) -> ArgumentKind:
-    """Make the argument kind of a choice, which accepts the keys of `names`."""
+    """Make an argument kind that accepts each key of `names` and nothing else."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
@@ -187,7 +192,10 @@ def _list_user_tables(path: Path, document: Mapping[str, Any], group: str) -> li
 
 
 def _read_device_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
-    """Read the data sheet of one device kind from its table; missing keys take the figures of the kind ``like``."""
+    """Read the data sheet of one device kind from its TOML table.
+
+    A missing key has the figure of the kind that the key ``like`` names.
+    """
     fields = _read_table_fields(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
     machine = replace(CATALOGUE.data_sheets[table["like"]] if "like" in table else DEFAULT_DATA_SHEET, **fields)
     require(PlanError, str(path), f"{where}link", machine.link, _make_choice_argument_kind(known.links))

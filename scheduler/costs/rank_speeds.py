@@ -22,9 +22,11 @@ from .speeds import Speeds
 class AgreedRankSpeeds:
     """The speeds on which all ranks agreed: the speeds of the slowest device of a group, equal on all ranks.
 
-    `slowest_speeds` is None without calibrated speeds on any rank; then `default_hardware` is used.
-    `has_several_machines` states that the devices are in more than one machine. `speeds_source` names the origin of the
-    speeds.
+    Attributes:
+        slowest_speeds: The slowest calibrated speeds; None if no rank has calibrated speeds.
+        default_hardware: The speeds that are used if `slowest_speeds` is None.
+        has_several_machines: Whether the devices are in more than one machine.
+        speeds_source: The origin of the speeds, as text.
     """
 
     slowest_speeds: Speeds | None
@@ -48,8 +50,8 @@ class AgreedRankSpeeds:
 def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     """Agree on the speeds of a group: exchange calibrated speeds between all ranks, and take the slowest.
 
-    Every rank must call this function. Each rank sends the speeds of the devices of its own machine. Only the own
-    machine knows the thread counts, and therefore the keys of the saved speeds.
+    Every rank must call this function. Each rank sends the speeds of the devices of its own machine, because the keys
+    of saved speeds contain thread counts that other machines do not know.
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]

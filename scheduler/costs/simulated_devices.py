@@ -49,10 +49,13 @@ HOST_LINK = ("pcie4",)
 
 
 class SimulatedBackend:
-    """A backend for plans only; its devices run nothing.
+    """A backend that only plans; its devices run nothing.
 
-    Values keep their dtypes, kernels need no scratch, and each instruction is one launch. `kind` is the device kind,
-    such as ``h200``. `data_sheet` has its figures.
+    Values keep their dtypes, kernels need no scratch memory, and each instruction is one launch.
+
+    Attributes:
+        kind: The device kind, such as ``h200``.
+        data_sheet: The speeds and the memory of this kind.
     """
 
     name = SIMULATED_BACKEND_NAME
@@ -111,7 +114,7 @@ class SimulatedBackend:
 
 
 class SimulatedGpu(SimulatedBackend):
-    """A simulated backend for GPUs, which answers the planner by the rules of the real GPU backend."""
+    """A simulated backend for GPUs: it answers the queries of the planner as the backend of a real GPU would."""
 
     def __init__(self, kind: str, data_sheet: DataSheet) -> None:
         super().__init__(kind, data_sheet)
@@ -166,12 +169,13 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
 
 
 def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
-    """Scale the predicted speeds of the kind `data_sheet.like` to the figures of `data_sheet`.
+    """Predict the kernel speeds of a new kind of device from those of a known kind, in proportion to the data sheets.
 
-    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
+    Kernels are assumed to reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is
+    returned unchanged.
 
     Args:
-        known: The predicted speeds of the kind `data_sheet.like`.
+        known: The predicted speeds of the known kind, which `data_sheet.like` names.
         data_sheet: The figures of the new kind.
     """
     if not data_sheet.like:
@@ -206,7 +210,7 @@ class SimulatedGroup:
     host_hardware: Hardware
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph: the speeds that the slowest device should reach with its weights."""
+        """Return the hardware model for a graph: the predicted speeds of the slowest device for the graph's weights."""
         known = [of.products for of in self.predicted_speeds_by_kind.values()]
         speeds = [
             Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware_for(graph) for reached in known
@@ -222,7 +226,10 @@ class SimulatedGroup:
 
     @property
     def predicted_speeds_by_kind(self) -> Mapping[str, PredictedSpeeds]:
-        """The predicted kernel speeds of each kind of device; kinds with a data sheet alone are omitted."""
+        """The predicted kernel speeds of each kind of device.
+
+        A kind is omitted if its data sheet is known but no predicted kernel speeds are.
+        """
         return {
             kind: reached
             for kind, backend in self.backends_by_kind.items()
@@ -263,9 +270,9 @@ def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_s
     """Compute the minimum speed of each op over several kinds of devices.
 
     Args:
-        speeds: The predicted speeds by op, of each kind of device.
-        data_sheet_speed: The speed of the slowest data sheet, which limits all speeds. It is also the speed of a device
-            without predicted speeds.
+        speeds: For each kind of device, the predicted speed of each op.
+        data_sheet_speed: The speed of the slowest data sheet. It is an upper limit, and stands in for a kind without
+            predicted speeds.
     """
     return {op: min([data_sheet_speed, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
@@ -358,11 +365,11 @@ def _parse_equal_machines(text: str, description: str, machine_count: int, known
 
 
 def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
-    """Build the hardware model with the slowest speeds of several kinds of devices.
+    """Build the hardware model of a mixed device group from the slowest figure of its kinds of devices.
 
     Args:
-        data_sheets: The kinds of devices.
-        links: Names of links; without names, the links of the kinds count.
+        data_sheets: The data sheet of each kind of device.
+        links: Names of links; without names, the default links of the kinds are used.
         known: The known kinds of devices and links.
     """
     joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
@@ -377,7 +384,13 @@ def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[st
 
 
 def _describe_wrong_machine_text(text: str, part: str, known: Catalogue) -> str:
-    """Return the error message for the machine description `text`, which is wrong at `part`."""
+    """Return the error message for a machine description that cannot be parsed.
+
+    Args:
+        text: The whole description.
+        part: The part of the description that is wrong.
+        known: The known kinds of devices and links.
+    """
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
         f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "

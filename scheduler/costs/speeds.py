@@ -61,9 +61,9 @@ class Speeds:
     state_bandwidth: float = 0.0
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph: the speeds for the dtypes of its weights.
+        """Return the hardware model for a graph, with the measured speeds for the dtypes of its weights.
 
-        A dtype without a measurement has the speeds of the slowest dtype.
+        A dtype without a measurement has the speeds of the slowest measured dtype.
         """
         nbytes: dict[str, float] = defaultdict(float)
         numbers: dict[str, float] = defaultdict(float)
@@ -78,9 +78,10 @@ class Speeds:
         )
 
     def _estimate_weight_bandwidth(self, graph: Graph) -> float:
-        """Estimate the bandwidth of the weights of `graph` in bytes/s, in consecutive runs with some weights in caches.
+        """Estimate the bandwidth in bytes/s at which `graph` reads its weights when it runs repeatedly.
 
-        For each dtype: 1 / (share / cache speed + (1 - share) / memory speed), with the cached share of all weights.
+        In repeated runs some weights are still in caches. For each dtype the estimate is
+        1 / (share / cache speed + (1 - share) / memory speed). `share` is the cached share of all weights.
         """
         read = compute_read_bytes_by_leaf(graph)
         share = self.estimate_cached_share(
@@ -124,9 +125,13 @@ class Speeds:
 
 
 def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """Compute the mean speed as the harmonic mean of `speeds`, weighted by `amounts`: total amount / total seconds.
+    """Compute the mean speed for several amounts of work: total amount / total seconds.
 
-    An amount without a speed has the slowest speed. Without amounts, the slowest speed is returned.
+    This is the harmonic mean of `speeds`, weighted by `amounts`. Without any amounts the slowest speed is returned.
+
+    Args:
+        speeds: The speed for each kind of work.
+        amounts: The amount of each kind of work. A kind without a speed has the slowest speed.
     """
     slowest = min(speeds.values())
     seconds = sum(amount / speeds.get(name, slowest) for name, amount in amounts.items())

@@ -62,8 +62,8 @@ class TimelineEntry:
 class InstructionCost:
     """The predicted cost of one instruction: FLOPs, bytes and seconds.
 
-    `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
-    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
+    `nbytes` are the bytes read and written. `bytes_sent` are the bytes sent to other devices. `unsharded_seconds` are
+    the seconds that the instruction would take if no weight or state were sharded; None if none is sharded.
     """
 
     flops: float
@@ -139,15 +139,16 @@ class InstructionCosts:
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
     def _list_participating_devices(self, i: Instruction) -> Sequence[int]:
-        """List the devices that take part in a collective or a message."""
+        """List the devices that take part in a collective instruction, or the sender and the receiver of a message."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
         return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
-        """Estimate the unsharded work of a node: the factor of FLOPs, and the extra bytes of whole weights and states.
+        """Estimate how much more work a node would have if its weights and states were not sharded.
 
-        Only weights and states with at least one entry on this device count.
+        Returns the factor by which the FLOPs grow, and the additional bytes to read. Only weights and states count of
+        which this device has at least one entry.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
@@ -210,7 +211,7 @@ def build_timeline(device_plans: Sequence[DevicePlan], prices: Sequence[Instruct
 
 
 def compute_last_end_seconds(timeline: Sequence[TimelineEntry], devices: int) -> float:
-    """Compute the seconds at which the last device ends, if all devices begin at 0."""
+    """Compute when the last device ends the timeline, in seconds after the common start of all devices."""
     return max(compute_device_end_seconds(timeline, [0.0] * devices), default=0.0)
 
 
@@ -241,9 +242,9 @@ def compute_device_end_seconds(timeline: Sequence[TimelineEntry], start_seconds:
 
 
 def is_timeline_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
-    """Return whether a timeline is sequential: one device at a time computes.
+    """Return whether the devices of a timeline compute one after another, not at the same time.
 
-    Other devices may compute during the share `MAX_CONCURRENT_SHARE` of the time.
+    Concurrent compute is tolerated up to the share `MAX_CONCURRENT_SHARE` of the time.
     """
     took = compute_last_end_seconds(timeline, devices)
     busy = sum(s.seconds * (len(s.devices) if s.op == COMPUTE else 1) for s in timeline)
@@ -251,7 +252,11 @@ def is_timeline_sequential(timeline: Sequence[TimelineEntry], devices: int) -> b
 
 
 def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estimate:
-    """Estimate the time of one run of a timeline: compute, collectives, their number, and the overlapped seconds."""
+    """Estimate the time of one run from its timeline.
+
+    The estimate has the compute seconds, the collective seconds, the number of collectives, and the seconds in which
+    compute and collectives overlap.
+    """
     collectives = [s for s in timeline if s.op != COMPUTE]
     sent, took = sum(s.seconds for s in collectives), compute_last_end_seconds(timeline, devices)
     one_by_one = took
@@ -272,10 +277,12 @@ def _count_copied_bytes(i: Instruction) -> float:
 
 
 def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
-    """Merge the compute entries of devices with equal ops between two collectives; the longest time counts.
+    """Merge compute entries of devices that run equal ops between two collectives into one timeline entry.
+
+    The merged entry has the longest time of its devices.
 
     Args:
-        entry_by_device: The ops as text and the compute entry of each device.
+        entry_by_device: For each device, its ops as text and its compute entry.
     """
     groups: dict[str, list[tuple[int, TimelineEntry]]] = defaultdict(list)
     for device, (ops_text, stage) in entry_by_device.items():
@@ -332,7 +339,11 @@ class _SpansBetweenCollectives:
         self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
 
     def _build_compute_entry(self, start: int, stop: int, is_overlapped: bool = False) -> tuple[str, TimelineEntry]:
-        """Build the compute entry of the instructions from `start` to `stop`, and return it after its ops as text."""
+        """Build the compute entry of the instructions from `start` to `stop`.
+
+        Returns:
+            The ops of the instructions as text, and the entry.
+        """
         costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
         is_sharded = any(c.unsharded_seconds is not None for c in costs)

@@ -59,7 +59,10 @@ SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
 
 @dataclass(frozen=True, slots=True)
 class PinnedNodes:
-    """Nodes that only device number `device` computes, all for one reason, by their names in the user's graph."""
+    """Nodes that are pinned: only device number `device` computes them.
+
+    The nodes are given by their names in the user's graph. All of them are pinned for the same reason.
+    """
 
     device: int
     because: str
@@ -130,7 +133,7 @@ class Plan:
     def group(self) -> list[tuple[Backend, Device]]:
         """The device group of the plan: the backend and the device of each device plan.
 
-        Further plans over the same weights and states need the same group.
+        Every further plan over the same weights and states must use this group.
         """
         return [(device_plan.backend, device_plan.device) for device_plan in self.device_plans]
 
@@ -141,9 +144,9 @@ class Plan:
 
     @cached_property
     def instruction_costs(self) -> tuple[InstructionCosts, ...]:
-        """The prices of instructions: the predicted cost of each instruction in one run, for each device.
+        """The predicted cost of each instruction in one run, for each device.
 
-        If the devices work one after another, a device has its speeds while the other devices are idle.
+        If the devices work one after another, each one has the higher speeds of a device whose neighbours are idle.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
         if (
@@ -161,7 +164,7 @@ class Plan:
 
     @cached_property
     def pipelined_timeline(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of pipelined runs, in which all devices work together, at the same time."""
+        """The timeline of one run if successive runs are pipelined, so that all devices work at the same time."""
         return tuple(build_timeline(self.device_plans, self._compute_instruction_costs(self.speeds)))
 
     @cached_property

@@ -48,7 +48,7 @@ class Shard:
         return sum(n for _, n in self.index_ranges[device])
 
     def count_entries_before(self, device: int, n: int) -> int:
-        """Count the entries that `device` has before index `n` of the sharded axis."""
+        """Count the entries of the sharded axis that `device` stores and whose global index is less than `n`."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Shard:
 class Local:
     """The layout of a local value: only the listed devices have the value, and each of them has all of it.
 
-    There is one such device, except for a weight that several devices read.
+    The list has one device, except for a weight that several devices read.
     """
 
     devices: tuple[int, ...]

@@ -77,20 +77,20 @@ Clock = Callable[[Sequence[Executor]], float]
 
 
 def compute_trimmed_mean(seconds: Sequence[float]) -> float:
-    """Return the trimmed mean of measured times, without the shortest and the longest quarter.
+    """Return the trimmed mean of measured times: the mean without the shortest and the longest quarter.
 
     A shared processor alternates between fast and slow phases. A probe of some milliseconds runs in one phase, so a
-    median is the time of one phase only. The run of a model lasts longer and includes both phases.
+    median would be the time of one phase only. The run of a model lasts longer and includes both phases.
     """
     omitted = len(seconds) // 4
     return mean(sorted(seconds)[omitted : len(seconds) - omitted])
 
 
 class ConcurrentTimer:
-    """A timer for concurrent runs of several devices, each on a thread of its own that stays alive.
+    """Times runs that several devices execute at the same time, each device on its own thread that stays alive.
 
-    The first run is on the calling thread. The devices of a session run on such threads too. A new thread might start
-    on a processor that is busy with another thread.
+    The first run is on the calling thread. The devices of a session run on such threads too. A new thread for each run
+    might start on a processor that is busy with another thread.
     """
 
     def __init__(self, devices: int) -> None:
@@ -127,7 +127,7 @@ def measure_speeds(
 
 
 class ProbeRuns:
-    """The probes of a device group, bound to memory and ready to run.
+    """The calibration probes of a device group: small graphs that are bound to memory and ready to be timed.
 
     A round runs all probes in turn. Therefore a temporary disturbance affects all of them, and the weights of a probe
     leave the caches before the next round.
@@ -189,8 +189,8 @@ class ProbeRuns:
     def measure_round_seconds(self) -> dict[str, float]:
         """Run one round of all probes, and return the measured seconds of each probe by name.
 
-        Names ``alone ...`` are probes on the first device only. Names ``again ...`` are groups of probes that run in
-        turn.
+        A name ``alone ...`` is a probe that runs on the first device only. A name ``again ...`` is a group of probes
+        that run one after another.
         """
 
         def time_last(name: str, *probes: Sequence[Executor]) -> float:
@@ -207,7 +207,7 @@ class ProbeRuns:
         )
 
     def fit_speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
-        """Fit the speeds to the seconds of all probes, by the trimmed mean of each probe over `rounds`."""
+        """Compute the speeds of the devices from the trimmed mean of the seconds of each probe over `rounds`."""
         seconds = {name: compute_trimmed_mean([each[name] for each in rounds]) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.executors.items()}
         return SpeedFit(
@@ -244,11 +244,13 @@ def _list_matvec_probe_names(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_for_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that together read between 15/16 of `nbytes` and `nbytes`; return an empty list if there are none.
+    """Select probes that together read at most `nbytes` of weights and at least 15/16 of it.
+
+    Return an empty list if there are no such probes.
 
     Args:
         nbytes: The most bytes to read.
-        sizes: Bytes of weights of each probe by name. The function takes each probe that fits, in this order.
+        sizes: Bytes of weights of each probe by name. The function takes each probe that still fits, in this order.
     """
     names, rest_bytes = [], nbytes
     for name, size in sizes.items():

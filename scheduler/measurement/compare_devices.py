@@ -72,7 +72,7 @@ class ValueDifference:
 
     @property
     def error_share(self) -> float:
-        """The error as a share of the limit; for a limit of 0 the error itself."""
+        """The error divided by the allowed error (`limit`); if `limit` is 0, the error itself."""
         return self.error / self.limit if self.limit else self.error
 
     @property
@@ -130,10 +130,10 @@ class NodeComparer:
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def compare_values(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
-        """Run one step, and yield the difference between each computed value and its reference, in order.
+        """Run one step, and yield the difference between each computed value and its reference, in graph order.
 
-        The differences of the outputs follow, from a run without observed values. The limit of an output is the largest
-        limit of all values. States advance when the caller has asked for all differences.
+        The differences of the outputs come last. They are from a run without observed values, and their limit is the
+        largest limit of all values. The states advance only after the caller has asked for all differences.
         """
         plain = Executor(self.plan, self.store)
         before = {v.node.name: np.array(self.store.state(v.node.name)) for v in self.plan.graph.states}
@@ -165,11 +165,11 @@ class NodeComparer:
     def _find_first_fused_difference(
         self, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array], seen: DeviceCopies, limit: float
     ) -> ValueDifference | None:
-        """Find the first value that a fused kernel computes wrongly, or None.
+        """Find the first value that is wrong only if its node is fused with others in one kernel, or return None.
 
-        A fused kernel computes several nodes at once, but not if a value between them is observed. Therefore each run
-        observes a single value, and compares it with the result of the run in which all values were observed. A binary
-        search finds the first wrong value.
+        A fused kernel computes several nodes at once. It is not used if a value between these nodes is observed.
+        Therefore each run observes a single value, and compares it with the run in which all values were observed. A
+        binary search finds the first wrong value.
 
         Args:
             inputs: The inputs of the step.
@@ -194,7 +194,13 @@ class NodeComparer:
     def _run_observed_graph(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array]
     ) -> DeviceCopies:
-        """Run a graph with observed values from the states `before`, and return the outputs of each device."""
+        """Run a graph with observed values once, and return the outputs of each device.
+
+        Args:
+            graph: The graph, with the observed values as further outputs.
+            inputs: The inputs of the step.
+            before: The states before the step.
+        """
         self._restore_states(before)
         run = Executor(plan_for_group(graph, self.plan.group, place=self.placement_rules, like=self.plan), self.store)
         return {name: run.copies(name) for name in run.run(inputs)}
@@ -204,10 +210,11 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Build two graphs that compute the named values: in the whole plan, and each from its operands alone.
+        """Build two graphs that compute the named values: the graph of the plan, and a graph that isolates each value.
 
-        The first graph is the graph of the plan. The named values and their operands are further outputs of it.
-        The second graph computes each named value from graph inputs. These inputs have the names of the operands.
+        Returns:
+            The graph of the plan, with the named values and their operands as further outputs.
+            A graph that computes each named value from its operands alone. The operands are inputs of equal name.
         """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}
@@ -231,11 +238,11 @@ class NodeComparer:
     def _compute_expected_values(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], states: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Compute the expected values of a portion on the reference device.
+        """Compute the expected values of one portion (a part of the graph's nodes) on the reference device.
 
         Args:
-            graph: The isolated graph of the portion.
-            inputs: The observed operands.
+            graph: A graph of the portion, in which the operands from outside are inputs.
+            inputs: The operands, as observed on the devices.
             states: The states before the step.
         """
         plan = plan_for_group(graph, [self.reference_device])
@@ -267,9 +274,10 @@ class NodeComparer:
 
 
 def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
-    """Split a graph into portions of at most `MAX_PORTION_BYTES`, and return the names of the values in each portion.
+    """Split the computed values of a graph into portions of at most `MAX_PORTION_BYTES`; return their value names.
 
-    Views and empty values are omitted, because they compute nothing.
+    A portion is a part of the values that is observed in one run. Views and empty values are omitted, because nothing
+    is computed for them.
     """
     portions: list[list[str]] = [[]]
     counted, free_bytes = set[Value](), MAX_PORTION_BYTES
@@ -289,7 +297,7 @@ def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
 
 
 def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
-    """Compute the worst relative error of a row, and the index of the entry with the largest absolute difference.
+    """Compute the largest relative error of a row, and the index of the entry with the largest absolute difference.
 
     Equal infinities count as equal, and so does NaN in both arrays. NaN in only one array is an infinite difference.
     """

@@ -23,7 +23,7 @@ from .probe_graphs import LONG_CHAIN_WIDTH, SHORT_CHAIN_WIDTH
 
 
 class SpeedFit:
-    """The fit of the speeds of a device group to the plans and the seconds of its probes.
+    """Computes the speeds of a device group from measured probes: their plans and their seconds.
 
     The properties are seconds per unit of work. `compute_speeds` returns their inverses.
     """
@@ -158,7 +158,7 @@ class SpeedFit:
 
     @property
     def cache_hit_share_by_bytes(self) -> dict[str, float]:
-        """The share of repeatedly read bytes that come from caches, by the number of bytes that all devices read.
+        """The share of repeatedly read bytes that caches supply, by the number of bytes that all devices read.
 
         The share never grows with the number of bytes.
         """
@@ -184,9 +184,8 @@ class SpeedFit:
     def compute_link_bandwidth_and_latency(self) -> tuple[float, float]:
         """Compute the bandwidth and the latency of the link between two devices.
 
-        The bandwidth is in bytes/s of messages, at most 1e13. The latency is the seconds of one small all-reduce. Each
-        is the
-        difference of two probes: with communication and without.
+        Each figure is from the difference between a probe with communication and one without. The bandwidth is in
+        bytes/s of messages, at most 1e13. The latency is the seconds of one small all-reduce.
         """
         short, long, latency = (
             max(0.0, self.probe_seconds[with_it] - self.probe_seconds[without])
@@ -200,9 +199,10 @@ class SpeedFit:
         return moved / max(long - short, moved / 1e13), latency
 
     def compute_solo_speedups(self) -> tuple[float, float]:
-        """Compute the speedups of a solo device while other devices wait: of arithmetic, and of memory reads.
+        """Compute how much faster one device is while the other devices are idle.
 
-        Each factor is at least 1. It is the median over the dtypes that were also measured on one device.
+        Returns the factor for arithmetic and the factor for memory reads. Each is at least 1. It is the median over the
+        dtypes that were also measured on one device.
         """
         names = [name.partition(" ")[2] for name in self.probe_seconds if name.startswith("alone ")]
         ratios = {
@@ -217,7 +217,7 @@ class SpeedFit:
         return computes, reads
 
     def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
-        """Subtract the launches from the seconds of a probe; at least a tenth of the seconds is left.
+        """Return the seconds of a probe without its kernel launches, but at least a tenth of its seconds.
 
         Args:
             name: Name of the probe.
@@ -227,7 +227,7 @@ class SpeedFit:
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
     def compute_dominant_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
-        """Compute the seconds per item, such as a FLOP or a byte, of the dominant work of a probe.
+        """Compute the seconds per item (such as a FLOP or a byte) of the work that takes most of a probe's time.
 
         At least a tenth of the seconds without launches count as the time of these items.
 
@@ -245,9 +245,10 @@ class SpeedFit:
         )
 
     def estimate_non_reading_seconds(self, name: str, kind: str) -> float:
-        """Estimate the seconds of a matrix-vector probe for everything except launches and the reading of weights.
+        """Estimate the seconds of a matrix-vector probe without kernel launches and without reading weights.
 
-        These are the longer of two times: arithmetic and activations. A product loads activations during arithmetic.
+        The result is the longer of the arithmetic time and the activation time, because a product loads activations
+        during arithmetic.
         """
         work = self.work_by_probe[name]
         return max(
@@ -264,10 +265,10 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
 
 
 def _solve_for_seconds_per_unit(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Solve two equations ``a * x + b * y = seconds`` for the seconds per unit of two kinds of work, `x` and `y`.
+    """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
-    `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation counts as
-    the time of its dominant kind.
+    `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation is
+    attributed to its dominant kind of work, so that no result is zero or negative.
 
     Args:
         equations: Two tuples of `a`, `b` and `seconds`.

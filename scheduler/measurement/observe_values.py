@@ -100,7 +100,10 @@ def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
 
 
 def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
-    """Select the observed values from the outputs of a run, by the names given to `with_observed_values`."""
+    """Select the observed values from the outputs of a run of a graph that `with_observed_values` returned.
+
+    The result has the names that `with_observed_values` received.
+    """
     return {
         name.removeprefix(OBSERVED_PREFIX): value for name, value in outputs.items() if name.startswith(OBSERVED_PREFIX)
     }

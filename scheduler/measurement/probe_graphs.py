@@ -27,10 +27,10 @@ def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
 
 
 def build_launch_chain_graph(length: int) -> Graph:
-    """Build the probe of launches and messages: a chain of nodes over `length` elements.
+    """Build the probe of kernel launches and of messages: a chain of small nodes over `length` elements.
 
-    Half of the nodes reduce a row, and half are element-wise. Their names begin alternately with ``a.`` and ``b.``, two
-    prefixes for the placement rules of two devices.
+    Half of the nodes reduce a row, and half are element-wise. Names begin alternately with ``a.`` and ``b.``, so that
+    placement rules can put neighbours on different devices, which then exchange messages.
     """
     x: Value = input("x", (1, length))
     for n in range(CHAIN_STEPS):
@@ -62,10 +62,10 @@ def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
 
 
 def build_sharded_matmul_graph(hidden: int) -> Graph:
-    """Build the probe graph of collectives: pairs of matrix products, sharded by two devices over `hidden` elements.
+    """Build the probe of collectives: pairs of matrix products that two devices shard over `hidden` elements.
 
-    The devices sum the results, as in the layers of a model. The probe uses sums, because plans have far more sums than
-    messages. A message takes longer than a sum, because its receiver goes to sleep while it waits.
+    The devices sum the results of each pair with a collective, as in the layers of a model. Sums are measured instead
+    of messages because plans have far more sums. A message takes longer, because its receiver sleeps while it waits.
     """
     x: Value = input("x", (1, SUMMED_WIDTH))
     up, down = weight("up", (hidden, SUMMED_WIDTH), DType.F32), weight("down", (SUMMED_WIDTH, hidden), DType.F32)
@@ -77,7 +77,7 @@ def build_sharded_matmul_graph(hidden: int) -> Graph:
 def build_prefill_attention_graph() -> Graph:
     """Build the probe of prefill attention: the second half of a prompt attends to both halves, without weights.
 
-    Keys and values are states, because a backend keeps states in the dtype that they have in models.
+    Keys and values are states, because a backend stores states in the same dtype as those of a real model.
     """
     q = input("q", (PROMPT_ROWS, 8, 64))
     k, v = _build_key_value_states()
@@ -109,7 +109,7 @@ def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
 
 
 def build_delta_rule_graph() -> Graph:
-    """Build the probe of recurrences: the gated delta rule over a prompt, where each token reads the last state."""
+    """Build the probe of recurrent ops: the gated delta rule over a prompt; each token reads the last state."""
     q, k, v = (input(name, (PROMPT_ROWS, 8, 128)) for name in "qkv")
     g, beta = input("g", (PROMPT_ROWS, 8, 1)), input("beta", (PROMPT_ROWS, 8))
     y, _ = gated_delta_net(q, k, v, g, beta, input("state", (8, 128, 128)))

@@ -26,9 +26,9 @@ class StageTime(NamedTuple):
 
 
 def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
-    """Build the pipeline order of one run of each plan: the actions of every device in order.
+    """Build the pipeline order: the order of each device's actions when several runs follow each other.
 
-    A device begins a run when it has retained the results of its part of the previous run.
+    A device begins a run when it has saved the results of its part of the previous run.
 
     Args:
         plans: The plan of each run, in order.
@@ -80,7 +80,12 @@ def estimate_stage_times(plan: Plan) -> list[StageTime]:
 
 
 def format_stage_count(stages: int, devices: int) -> str:
-    """Format the number of pipeline stages as text: ``4 devices``, or ``2 teams of 4 devices``."""
+    """Format the number of pipeline stages as text: ``4 devices``, or ``2 teams of 4 devices``.
+
+    Args:
+        stages: The number of pipeline stages.
+        devices: The number of all devices.
+    """
     return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
 
 

@@ -26,9 +26,9 @@ BRANCHES_KIND = "independent branches"
 
 
 def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
-    """Choose the plan of split mode `auto`: the fitting plan with the least penalised time.
+    """Choose the plan of split mode `auto`: the plan that fits into memory with the least penalised time.
 
-    If none fits, the plan that misses fewest bytes is chosen.
+    If no plan fits, choose the one that misses the fewest bytes. Penalties are for more devices and for copies.
     """
     alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
@@ -113,7 +113,10 @@ def _list_candidates(
 def _make_bounded_branch_candidates(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Make the candidate of independent branches with the lower bound of its clusters, if it can save enough."""
+    """Make the candidate that runs independent branches on different devices, if it can save enough time.
+
+    Its estimate is the lower bound of the time of the clusters, which are nodes that stay on one device.
+    """
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
         lacking, refine = (
@@ -240,7 +243,7 @@ def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devic
 
 
 def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
-    """Find the memory of the smallest device in bytes; infinity if no device states it."""
+    """Find the memory of the smallest device in bytes; infinity if no device states its memory."""
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 
 

@@ -212,9 +212,13 @@ class BranchScheduler:
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_end_times(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Predict the end time of each node, if each device executes its nodes in this order.
+        """Predict the end time of each node, if each device executes its nodes in the given order.
 
-        A device waits for each value of another device; a sender does not wait.
+        A device waits for each value that another device computes. A sender does not wait.
+
+        Args:
+            placement: The device of each node.
+            order: The nodes in the order of execution.
         """
         ends: dict[Node, float] = {}
         free: dict[int, float] = defaultdict(float)
@@ -285,7 +289,10 @@ class _ListScheduler:
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:
-        """Place a cluster on the device with enough memory that can start it first, or on its state's device."""
+        """Place a cluster on the device that can start it first, preferably one with enough memory.
+
+        If the cluster uses a state that is already placed, it goes to the device of that state.
+        """
         leaves = {leaf for node in cluster.nodes for leaf in find_weights_and_states_read_by(node)}
         states = {state for node in cluster.nodes for state in self.branches.states_used_by_node.get(node, ())}
         fixed = sorted({self.device_by_state[state] for state in states if state in self.device_by_state})[:1]

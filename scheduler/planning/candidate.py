@@ -75,7 +75,9 @@ class Candidate:
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_corrected_estimate(self, time_ratio: float) -> Candidate:
-        """Return the candidate with its estimate corrected by `time_ratio`, if that is below its correction factor.
+        """Return the candidate with its estimate corrected by `time_ratio` instead of its present correction factor.
+
+        The candidate is returned unchanged if its correction factor is not larger than `time_ratio`.
 
         Args:
             time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
@@ -166,12 +168,12 @@ def score_by_run_time(plan: Plan) -> tuple[float, str]:
 def choose_best_plan(
     candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
 ) -> Plan:
-    """Choose the best plan: of the candidate that fits, or misses fewest bytes, with the lowest penalised seconds.
+    """Choose the plan with the lowest penalised seconds, among the candidates that fit or miss the fewest bytes.
 
-    A plan is built only for the candidate with the best estimate. The smallest correction factor that was found so
-    far applies to the estimates. The search does not know the overlap of collectives: after a plan with overlap,
-    similar candidates may be as fast. The reasons of the plan list the rejected candidates, also those without a
-    possible plan.
+    A plan is built only for the candidate with the best estimate. The estimates are corrected by the smallest
+    correction factor found so far. The search does not know the overlap of collectives. Therefore, after a plan with
+    overlap, similar candidates may be as fast. The reasons of the plan list the rejected candidates, also those
+    without a possible plan.
 
     Args:
         candidates: The candidates. The first one has its plan.

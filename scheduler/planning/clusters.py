@@ -94,7 +94,7 @@ def find_clusters(
 def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seconds: float) -> Iterator[Cluster]:
     """Split a cluster into consecutive parts, each of at least `min_seconds` except the last one.
 
-    Only one value passes from a part to the next.
+    The split is at points where a single value passes from one part to the next.
     """
     last_reader = {source.node: at for at, node in enumerate(cluster.nodes) for source in node.inputs}
     unread: set[Node] = set()

@@ -20,7 +20,7 @@ MAX_OFFLOAD_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """A memory of `memory_bytes` bytes with the device plans that use it; devices of a machine may share one."""
+    """A memory of `memory_bytes` bytes with the device plans that use it; devices of one machine may share a memory."""
 
     device_plans: tuple[DevicePlan, ...]
     memory_bytes: int
@@ -65,7 +65,7 @@ def compute_missing_bytes(plan: Plan) -> int:
 
 
 def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
-    """Describe the memory that lacks most bytes, with two remedies; None if the plan fits.
+    """Describe the memory in which the plan lacks most bytes, and two remedies; return None if the plan fits.
 
     Args:
         plan: The plan.

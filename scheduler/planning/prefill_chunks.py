@@ -111,7 +111,7 @@ def _compute_bilinear_coefficients(
 def choose_prefill_chunks(
     token_count: int, past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> PrefillChunks:
-    """Choose the prefill chunks of a prompt: the fewest chunks that are near the shortest predicted time.
+    """Choose the prefill chunks of a prompt: the fewest chunks with nearly the shortest time.
 
     Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk
     of each size at the beginning and at the end of the prompt.

@@ -68,7 +68,8 @@ def plan_repeated_layers(
 ) -> RepeatedPlan | None:
     """Plan the repeated layers of a graph once, in a shortened graph; None if that is impossible or saves little.
 
-    It is impossible if devices differ between repetitions, or if a layout differs from `fixed_layouts`.
+    It is impossible if the repetitions are distributed differently over the devices, or if a layout would differ from
+    `fixed_layouts`.
 
     Args:
         graph: The deep graph, with all layers.
@@ -166,7 +167,7 @@ class _ShortenedGraphSharding:
 
     @cached_property
     def sequence_parallel_chooser(self) -> SequenceParallelChooser:
-        """The chooser between replicated and sharded rows for the short graph."""
+        """The object that chooses, for the short graph, which token rows are replicated and which are sharded."""
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
@@ -355,7 +356,10 @@ def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGr
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """List the values that a repeated layer reads from the layer before it, each as the value that owns its memory."""
+    """List the values that a repeated layer reads from the layer before it.
+
+    For a view, the value that owns its memory is listed.
+    """
     for node in graph.nodes:
         for source in node.inputs:
             base = _find_memory_owner(source)

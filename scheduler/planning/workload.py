@@ -84,7 +84,7 @@ class Workload:
 class OptimisticWorkloadEstimator:
     """Estimates the time of a workload before a plan exists, from the times of nodes on one device.
 
-    The estimates are rather too low.
+    The estimates are optimistic: they tend to be lower than the time of the plan.
     """
 
     def __init__(self, workload: Workload, hardware: Hardware) -> None:
@@ -142,7 +142,10 @@ class OptimisticWorkloadEstimator:
         )
 
     def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
-        """Choose the micro-batch count with the lowest estimate, as a list of one; empty if no count is considered."""
+        """Choose the micro-batch count with the lowest estimate.
+
+        Returns a list with this count, or an empty list if there is no count to consider.
+        """
         counts = list_micro_batch_counts(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 

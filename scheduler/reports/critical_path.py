@@ -21,7 +21,7 @@ START_POINT: StagePoint = (-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class CriticalPathEntry:
-    """One timeline entry on the critical path, with its device; the device is None for a collective."""
+    """A timeline entry on the critical path, with the device that runs it; the device is None for a collective."""
 
     stage: TimelineEntry
     device: int | None

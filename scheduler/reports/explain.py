@@ -165,10 +165,7 @@ def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
 
 
 def format_numpy_fallback_lines(plan: Plan) -> list[str]:
-    """Format the NumPy fallback: a line for each kind of device with ops that NumPy computes.
-
-    A backend has no compiled kernel for such an op.
-    """
+    """Format one line for each kind of device with the ops that NumPy computes because no compiled kernel exists."""
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for device_plan, costs in zip(plan.device_plans, plan.instruction_costs, strict=True):
         for position in costs.stand_ins:
@@ -247,7 +244,7 @@ def _make_row_key_without_numbers(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class TimelineReasons:
-    """The reasons for the entries of a timeline, from the graphs of the devices and the layouts of their leaves."""
+    """Explains the entries of a timeline, from the graphs of the devices and the layouts of their leaves."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -314,7 +311,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Explain unsharded work: a compute span without sharded weights. It may read a part of a replicated weight."""
+        """Explain a compute span that reads no sharded weight; it may read a part of a replicated weight."""
         read = [(s, find_view_base_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:

@@ -43,7 +43,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The measured steps of a plan, for each device by position; None for an instruction without a kernel."""
+    """The measured steps of a plan: for each device, the step of each instruction by position.
+
+    The step is None for an instruction without a kernel.
+    """
 
     label: str
     run_count: int

@@ -100,7 +100,7 @@ def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
 
 
 class _PlanTraceEvents:
-    """The trace events of the runs of one plan; text that is equal in all runs is formatted once."""
+    """Formats the trace events of the runs of one plan; text that is equal in all runs is formatted once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
@@ -149,7 +149,7 @@ class _PlanTraceEvents:
             yield from _format_collective_arrows(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Format the constant part of the event of a step, which is equal in all runs and follows its times."""
+        """Format the part of a step's trace event that is equal in all runs; it follows the times of the event."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]
@@ -182,7 +182,11 @@ def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[
 
 
 def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
-    """Find the collective that a step runs: its sequence number, and whether the step only sends; else None."""
+    """Find the collective that a step runs, or return None if it runs none.
+
+    Returns:
+        The sequence number of the collective, and whether the step only sends.
+    """
     for number in step.instruction_numbers:
         i = program.instructions[number]
         if (sequence := find_collective_sequence_number(i.op, i.attrs)) is not None:

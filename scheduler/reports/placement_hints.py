@@ -32,7 +32,10 @@ MAX_PATTERN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """A placement hint: a rule for ``--place``, the saved bytes on each device, and the extra seconds of a run."""
+    """A hint to place a weight on one device: the rule for ``--place``, its gain and its cost.
+
+    The gain is the saved bytes on each device. The cost is the extra seconds of a run.
+    """
 
     placement_rule: str
     saved_bytes_by_device: Mapping[str, int]
@@ -68,7 +71,10 @@ def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) 
 
 
 class _PlacementHintFinder:
-    """Finds placement hints of a plan by estimating the run if one device alone has a weight."""
+    """Finds the placement hints of a plan.
+
+    It estimates, for a weight, the time of a run in which one device alone has this weight.
+    """
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
@@ -123,7 +129,7 @@ class _PlacementHintFinder:
         )
 
     def _find_nodes_unneeded_elsewhere(self, moved: Set[Node]) -> Set[Node]:
-        """Find the nodes that are unneeded elsewhere: on all other devices, if one device computes `moved`.
+        """Find the nodes that the other devices need not compute, if one device alone computes `moved`.
 
         They are `moved` and the replicated nodes that have no other readers.
         """

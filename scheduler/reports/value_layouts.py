@@ -51,12 +51,12 @@ def _format_leaf_layout(layout: Layout) -> str:
 
 
 def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial_sum: bool) -> str:
-    """Format the layout of a computed value.
+    """Format the layout of a computed value as a short text.
 
     Args:
         node: The node of the user's graph.
-        local: The node that each device computes for it, or None.
-        is_partial_sum: Whether the value is a partial sum if its shape is complete.
+        local: For each device, the node that computes the value there; None if the device does not compute it.
+        is_partial_sum: Whether the value is a partial sum if each device has its full shape.
     """
     shapes = [None if n is None else n.specs[0].shape for n in local]
     there = [shape for shape in shapes if shape is not None]

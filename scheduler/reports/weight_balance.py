@@ -32,7 +32,7 @@ MAX_LISTED_CAUSES = 4
 
 @dataclass(frozen=True, slots=True)
 class ImbalanceCause:
-    """A cause of imbalance: weights that exceed the share of the fullest device for the same reason.
+    """A cause of imbalance: weights that exceed the share of the fullest device, all for the same reason.
 
     `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
     """
@@ -83,7 +83,7 @@ class WeightBalance:
 
 
 def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
-    """Find the imbalance of weights: the weight balance if a device is off its share, or None.
+    """Return the weight balance of a plan if a device has more or less than its share of the weights, else None.
 
     A device may deviate from its share by `BALANCE_TOLERANCE`.
     """
@@ -147,7 +147,7 @@ def _list_imbalance_causes(
 
 
 class _ImbalanceReasons:
-    """The reasons why weights exceed the share of one device, from the layouts of a plan and its factors."""
+    """Explains why weights exceed the share of one device, from the layouts of a plan and its factors."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         self.plan, self.device = plan, device
@@ -247,9 +247,9 @@ class _ImbalanceReasons:
         return self._assignment_by_factors[chosen]
 
     def _describe_reader_of_whole_weight(self, weight: Value, assignment: ShardingAssignment) -> str:
-        """Describe the reader that needs the whole weight.
+        """Describe the first node that reads the whole weight, as the reason why the weight is not sharded.
 
-        Without such a reader, a flag or an earlier plan has decided the layout.
+        If there is no such node, the text says that the layout was requested, by a flag or by an earlier plan.
         """
         reader = next(
             (user for user in self.users[weight] if not isinstance(assignment.node_layouts[user], FactorShard)), None

@@ -34,7 +34,7 @@ INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 @dataclass(frozen=True, slots=True)
 class InputSlots:
-    """The input slots of a device program: the places where a run writes its inputs.
+    """The input slots of a device program: the places in memory to which a run writes its inputs.
 
     The record has the names and stored dtypes of the inputs, and a function that writes the arrays to the slots.
     """

@@ -127,7 +127,7 @@ class Executor:
 
         Args:
             name: Name of the output.
-            number: The device that has all of it; None if it must be assembled.
+            number: The device that has the whole output; None if it must be assembled from parts.
             outputs_by_device: Outputs that devices have returned already, by device number.
         """
         if number is None:

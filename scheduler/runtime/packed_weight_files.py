@@ -20,7 +20,10 @@ from ...graph.storage.disk_cache import hash_key, map_cached_file, write_mappabl
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The origin of a weight: a file, a text that changes with the contents of the file, and the offset in bytes."""
+    """The origin of a weight, which identifies its contents.
+
+    It consists of the file, a text that changes with the contents of the file, and the offset in bytes.
+    """
 
     file: str
     version: str

@@ -235,7 +235,10 @@ class _PipelinedRun:
 
 
 class _SavedRun(NamedTuple):
-    """The undo data of one device for a finished run, except for states that earlier runs restore."""
+    """The data with which one device can undo a finished run.
+
+    The data omit states that the rollback of earlier runs restores.
+    """
 
     run: _PipelinedRun
     restored_states: frozenset[str]
@@ -243,7 +246,7 @@ class _SavedRun(NamedTuple):
 
 
 class _DevicePart:
-    """The part of a plan that one device runs: input slots, compiled program, output shards and undo log."""
+    """The part of a pipelined plan that one device runs: input slots, compiled program, output shards and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
@@ -253,7 +256,7 @@ class _DevicePart:
 
 
 class _DeviceWorker:
-    """The worker of one device, with its queue of runs; None ends the queue."""
+    """The worker of one device, which runs the requests in its queue; an entry None ends the worker."""
 
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False
@@ -283,7 +286,11 @@ class _DeviceWorker:
             tell(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
-        """Roll back all runs that are not final, after the device has stopped; `error` is its error, if it failed."""
+        """Roll back all runs of this device that are not final, after the device has stopped.
+
+        Args:
+            error: The error of the device; None if it did not fail.
+        """
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
             stage.bound_plan.roll_back(

@@ -53,7 +53,11 @@ class UndoLog:
         return frozenset().union(*(journal._whole for journal in before))
 
     def save_undo_data(self, skipped_states: frozenset[str]) -> UndoData:
-        """Save the undo data of the run that has just ended, except for `skipped_states`."""
+        """Save the data that are needed to undo the run that has just ended.
+
+        Args:
+            skipped_states: The states for which nothing is saved.
+        """
         if skipped_states not in self._views:
             saved = dict.fromkeys(
                 t
