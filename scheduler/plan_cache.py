@@ -146,10 +146,7 @@ def _is_builtin_backend(kind: type) -> bool:
 
 
 def _build_earlier_plan_key(earlier_plan: Plan) -> object:
-    """Build the cache key of an earlier plan whose layouts a new plan keeps.
-
-    The key has the parts of the earlier plan on which the new plan depends.
-    """
+    """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
     return (
         [*earlier_plan.leaves.items()],
         sorted(earlier_plan.sharded_factors),

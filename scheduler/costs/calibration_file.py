@@ -67,9 +67,9 @@ def scale_built_in_hardware(group: Devices) -> Hardware:
 
 
 def find_saved_speeds(group: Devices) -> Speeds | None:
-    """Find the saved (calibrated) speeds of a device group on this machine, or return None if there are none.
+    """Find the saved speeds of this machine for a device group, or None.
 
-    The result is the same in all processes, whichever of them owns the devices.
+    The result does not depend on the processes that have the devices.
     """
     file = make_saved_speeds_path()
     if not file.exists():

@@ -22,11 +22,9 @@ from .speeds import Speeds
 class AgreedRankSpeeds:
     """The speeds on which all ranks agreed: the speeds of the slowest device of a group, equal on all ranks.
 
-    Attributes:
-        slowest_speeds: The slowest calibrated speeds; None if no rank has calibrated speeds.
-        default_hardware: The speeds that are used if `slowest_speeds` is None.
-        has_several_machines: Whether the devices are in more than one machine.
-        speeds_source: The origin of the speeds, as text.
+    `slowest_speeds` is None without calibrated speeds on any rank; then `default_hardware` is used.
+    `has_several_machines` states that the devices are in more than one machine. `speeds_source` names the origin of the
+    speeds.
     """
 
     slowest_speeds: Speeds | None

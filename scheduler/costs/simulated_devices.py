@@ -169,13 +169,12 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
 
 
 def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
-    """Predict the kernel speeds of a new kind of device from those of a known kind, in proportion to the data sheets.
+    """Scale the predicted speeds of the kind `data_sheet.like` to the figures of `data_sheet`.
 
-    Kernels are assumed to reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is
-    returned unchanged.
+    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
 
     Args:
-        known: The predicted speeds of the known kind, which `data_sheet.like` names.
+        known: The predicted speeds of the kind `data_sheet.like`.
         data_sheet: The figures of the new kind.
     """
     if not data_sheet.like:

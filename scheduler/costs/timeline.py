@@ -62,8 +62,8 @@ class TimelineEntry:
 class InstructionCost:
     """The predicted cost of one instruction: FLOPs, bytes and seconds.
 
-    `nbytes` are the bytes read and written. `bytes_sent` are the bytes sent to other devices. `unsharded_seconds` are
-    the seconds that the instruction would take if no weight or state were sharded; None if none is sharded.
+    `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
+    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
     """
 
     flops: float
@@ -145,10 +145,9 @@ class InstructionCosts:
         return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
-        """Estimate how much more work a node would have if its weights and states were not sharded.
+        """Estimate the unsharded work of a node: the factor of FLOPs, and the extra bytes of whole weights and states.
 
-        Returns the factor by which the FLOPs grow, and the additional bytes to read. Only weights and states count of
-        which this device has at least one entry.
+        Only weights and states with at least one entry on this device count.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:

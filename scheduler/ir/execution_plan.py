@@ -144,9 +144,9 @@ class Plan:
 
     @cached_property
     def instruction_costs(self) -> tuple[InstructionCosts, ...]:
-        """The predicted cost of each instruction in one run, for each device.
+        """The prices of instructions: the predicted cost of each instruction in one run, for each device.
 
-        If the devices work one after another, each one has the higher speeds of a device whose neighbours are idle.
+        If the devices work one after another, a device has its speeds while the other devices are idle.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
         if (

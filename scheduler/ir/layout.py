@@ -48,7 +48,7 @@ class Shard:
         return sum(n for _, n in self.index_ranges[device])
 
     def count_entries_before(self, device: int, n: int) -> int:
-        """Count the entries of the sharded axis that `device` stores and whose global index is less than `n`."""
+        """Count the entries that `device` has before index `n` of the sharded axis."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ def build_sharded_matmul_graph(hidden: int) -> Graph:
 def build_prefill_attention_graph() -> Graph:
     """Build the probe of prefill attention: the second half of a prompt attends to both halves, without weights.
 
-    Keys and values are states, because a backend stores states in the same dtype as those of a real model.
+    Keys and values are states, because a backend keeps states in the dtype that they have in models.
     """
     q = input("q", (PROMPT_ROWS, 8, 64))
     k, v = _build_key_value_states()

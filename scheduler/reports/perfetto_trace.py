@@ -182,11 +182,7 @@ def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[
 
 
 def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
-    """Find the collective that a step runs, or return None if it runs none.
-
-    Returns:
-        The sequence number of the collective, and whether the step only sends.
-    """
+    """Find the collective that a step runs: its sequence number, and whether the step only sends; else None."""
     for number in step.instruction_numbers:
         i = program.instructions[number]
         if (sequence := find_collective_sequence_number(i.op, i.attrs)) is not None:

@@ -286,11 +286,7 @@ class _DeviceWorker:
             tell(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
-        """Roll back all runs of this device that are not final, after the device has stopped.
-
-        Args:
-            error: The error of the device; None if it did not fail.
-        """
+        """Roll back all runs that are not final, after the device has stopped; `error` is its error, if it failed."""
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
             stage.bound_plan.roll_back(
