@@ -24,14 +24,18 @@ def run_git(*arguments: str) -> str | None:
 
 @cache
 def list_files() -> tuple[Path, ...]:
-    """Return the files of the repository. Without git, return the files of the folder, as an sdist has them."""
+    """Return the files of the repository, without virtual environments.
+
+    Without git, return the files of the folder, as an sdist has them.
+    """
     output = run_git("ls-files", "--cached", "--others", "--exclude-standard", "-z")
     if output is None:
         found = (path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file())
         names = [name for name in found if not UNTRACKED.search(name) and name != "PKG-INFO"]
     else:
         names = [name for name in output.split("\0") if name]
-    return tuple(ROOT / name for name in sorted(names) if (ROOT / name).is_file())
+    environments = tuple(f"{path.parent.name}/" for path in ROOT.glob("*/pyvenv.cfg"))
+    return tuple(ROOT / name for name in sorted(names) if not name.startswith(environments) and (ROOT / name).is_file())
 
 
 def list_sources(folder: str = "") -> list[Path]:
