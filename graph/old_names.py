@@ -30,11 +30,11 @@ def make_module_getattr(namespace: Mapping[str, Any], **new_names: str) -> Calla
 
 
 def make_package_getattr(package: str, **modules: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a package that was a module, for definitions that are in another module now.
+    """Make the ``__getattr__`` of a package for definitions that have moved to other modules; reading one warns.
 
     Args:
         package: The full name of the package.
-        **modules: The full name of the module that has a definition, by the name of the definition.
+        **modules: By the name of a moved definition, the full name of the module that has it now.
 
     Returns:
         A function that warns with `DeprecationWarning` for these definitions, and raises `AttributeError` for any other

@@ -12,10 +12,10 @@ RewriteRule = Callable[[Node], "Sequence[Value] | Value | None"]
 
 
 def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
-    """Rewrite a graph: apply `rule` to each node, operands first, and return the new graph.
+    """Return a new graph in which `rule` has been applied to each node, operands before users.
 
-    The rule sees a node with rewritten operands. `graph` stays as it is, and shares all unchanged nodes with the new
-    graph. If no node changes, the result is `graph`.
+    The rule sees each node with its operands already rewritten. `graph` stays as it is, and shares all unchanged nodes
+    with the new graph. If no node changes, the result is `graph`.
 
     Args:
         graph: The graph to rewrite.

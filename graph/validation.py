@@ -32,7 +32,7 @@ class ArgumentKind:
 
 
 def indefinite_article(word: str) -> str:
-    """Return the indefinite article before `word`: "a" or "an"."""
+    """Return "a" or "an", whichever is right before `word`."""
     return "an" if word[:1].lower() in tuple("aeio") else "a"
 
 
@@ -64,7 +64,10 @@ def instance_of(*types: type, description: str = "") -> ArgumentKind:
 
 
 def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the argument kind that accepts lists and other sequences, except text and bytes, of kind `entry`."""
+    """Return the argument kind that accepts sequences, except text and bytes, in which each entry is of kind `entry`.
+
+    `description` describes such sequences in error messages.
+    """
 
     def accepts(v: Any) -> bool:
         is_sequence = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # frequent types first
@@ -74,7 +77,10 @@ def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
 
 
 def tuple_of(entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the argument kind that accepts tuples with entries of kind `entry`."""
+    """Return the argument kind that accepts tuples in which each entry is of kind `entry`.
+
+    `description` describes such tuples in error messages.
+    """
     return ArgumentKind(description, lambda v: isinstance(v, tuple) and all(map(entry.accepts, v)))
 
 
@@ -87,7 +93,10 @@ def pair_of(first: ArgumentKind, second: ArgumentKind) -> ArgumentKind:
 
 
 def mapping_of(key: ArgumentKind, entry: ArgumentKind, description: str) -> ArgumentKind:
-    """Return the argument kind that accepts mappings from keys of kind `key` to values of kind `entry`."""
+    """Return the argument kind that accepts mappings from keys of kind `key` to values of kind `entry`.
+
+    `description` describes such mappings in error messages.
+    """
     return ArgumentKind(
         description,
         lambda v: isinstance(v, Mapping) and all(map(key.accepts, v)) and all(map(entry.accepts, v.values())),

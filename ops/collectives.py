@@ -28,7 +28,10 @@ DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
     signed_zeros=False,
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
-    """Sum `x` over all devices of the group, with equal bits on each device. MPI (MPI Forum, 1994): ``Allreduce``."""
+    """Sum `x` over all devices of the group; each device gets the sum with the same bits. MPI: ``Allreduce``.
+
+    MPI Forum, 1994.
+    """
     return np.array(x)
 
 
@@ -65,9 +68,9 @@ def as_index_ranges(value: Attr) -> DeviceIndexRanges:
     errors=(("x=f32[3], axis=0, runs=(((0,3),),)", "sequence is missing"), ("x=f32[3], axis=0, sequence=0", "runs is")),
 )
 def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], sequence: int) -> Array:
-    """Join the shards of all devices along `axis` to the complete value. MPI (MPI Forum, 1994): ``Allgatherv``.
+    """Join the shards of all devices along `axis`, so that each device gets the complete value. MPI: ``Allgatherv``.
 
-    ``runs[d]`` are the index ranges (offset, length) of device d.
+    ``runs[d]`` are the index ranges (offset, length) of device d along the axis. MPI Forum, 1994.
     """
     return np.array(x)
 

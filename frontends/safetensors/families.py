@@ -31,7 +31,7 @@ LAYER_NAME = re.compile(r"model\.layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class FolderFamily:
-    """The properties in which one family of Hugging Face model folders differs from others, such as Llama from Qwen."""
+    """The differences of one family of Hugging Face model folders from the other families."""
 
     architecture: str
     """Value of ``general.architecture``."""

@@ -134,7 +134,7 @@ def write_mappable_file(file: Path, data: memoryview, note: bytes, content_noun:
 
 @cache
 def evict_oldest_files(folder: Path, max_bytes: int) -> None:
-    """Evict the oldest cache files: delete the least recently used ones until at most `max_bytes` bytes are left.
+    """Delete the least recently used cache files until the folder has at most `max_bytes` bytes.
 
     A process calls this function once, at its first write, so its own files may exceed the limit. Other processes may
     delete and read at the same time. An open file stays readable, and a missing file is made again.

@@ -113,9 +113,9 @@ def _link_full_size_axes(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, .
     is_required=False,
 )
 def where(truth: Array, a: Array, b: Array) -> Array:
-    """Select `a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to the shape of `truth`.
+    """Select elements: `a` where `truth` is not 0, else `b`. The result has the dtype of `a`.
 
-    NumPy's ``where`` (Harris et al., 2020).
+    `a` and `b` are broadcast to the shape of `truth`. NumPy's ``where`` (Harris et al., 2020).
     """
     return np.where(truth != 0, a, b)
 

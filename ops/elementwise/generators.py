@@ -42,9 +42,9 @@ def _infer_arange(specs: OperandSpecs, attrs: Attrs) -> Spec:
     is_required=False,
 )
 def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
-    """Return the numbers ``start + i step`` from `start` to before `stop`. ggml: ``ARANGE``.
+    """Return the numbers ``start + i * step`` from `start` to before `stop`. ggml: ``ARANGE``.
 
-    Their number is ``ceil((stop - start) / step)``, in float64; ggml rounds to float32.
+    Their count is ``ceil((stop - start) / step)``, computed in float64; ggml computes it in float32.
     """
     return start + step * np.arange(_count_steps(start, stop, step))
 

@@ -83,9 +83,9 @@ def _check_expert_range(experts: int, first: int, total: int, **_: object) -> st
 def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0, exact: bool = True) -> Array:
     """Multiply rows of `x` by the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
-    Only chosen experts are read. An id outside the experts is an error of the run. With `total` experts in all, `w` has
-    the experts from `first` on; for other experts the result is zero. `exact` is as in `mul_mat`. ggml: ``MUL_MAT_ID``;
-    Shazeer et al., 2017.
+    Only chosen experts are read. An id outside the experts is an error of the run. With `total` > 0, `w` is a shard of
+    `total` experts that begins with expert `first`; the result for experts outside of the shard is zero. `exact` is as
+    in `mul_mat`. ggml: ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
     chosen = to_local_rows(ids, first, len(w), total, "ids of experts")
     rows = np.tile(x, (ids.shape[-1] // x.shape[-2] if x.shape[-2] else 1, 1))
@@ -129,7 +129,8 @@ def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], a
 def add_id(a: Array, b: Array, ids: Array, *, first: int = 0, total: int = 0) -> Array:
     """Add to `a` the bias rows of chosen experts: ``a[t, i] + b[ids[t, i]]``. ggml: ``ADD_ID``.
 
-    With `total` experts in all, `b` has the experts from `first` on; for other experts nothing is added.
+    With `total` > 0, `b` is a shard of `total` experts that begins with expert `first`. For experts outside of the
+    shard nothing is added.
     """
     rows = to_local_rows(ids, first, len(b), total, "ids of experts")
     out = np.array(a)

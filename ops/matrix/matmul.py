@@ -37,7 +37,7 @@ def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) ->
     """Multiply the rows of `x` by the transposed weight: ``x @ w.T``. ggml: ``MUL_MAT``.
 
     Leading axes of `w` divide the leading axes of `x`: one weight serves neighbouring entries. With `ordered`, the
-    terms of a sum are not sharded, so that its last bit does not depend on the number of devices. Without `exact`, a
-    backend may round `x` to the dtype of weights of 16 bits.
+    planner does not shard the summed axis, so the last bit of a sum does not depend on the number of devices. Without
+    `exact`, a backend may round `x` to the dtype of 16-bit weights.
     """
     return x @ np.swapaxes(repeat_leading_axes(w, x.shape[:-2], 2), -1, -2)

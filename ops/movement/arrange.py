@@ -165,7 +165,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     infinite=("x",),
 )
 def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
-    """Pad the last axis with its mirror image, in which the outer entry is left out. ggml: ``PAD_REFLECT_1D``."""
+    """Pad the last axis with its mirror image; the outermost entry itself is not repeated. ggml: ``PAD_REFLECT_1D``."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)], mode="reflect") if left or right else np.array(x)
 
 

@@ -69,10 +69,10 @@ def _check_reduction(reduce: str, **_: object) -> str | None:
     is_required=False,
 )
 def scatter(into: Array, ids: Array, src: Array, *, reduce: str = "set") -> Array:
-    """Scatter entries into each row: `src` entry i replaces, or is combined with, entry ``ids[..., i]`` of `into`.
+    """Scatter `src` into each row of `into`: entry i is stored at, or combined with, entry ``ids[..., i]``.
 
-    `reduce` is ``set``, ``add``, ``mul``, ``max`` or ``min``. If an index repeats, ``set`` stores one of its entries;
-    the others combine all of them. NumPy's ``put_along_axis``, 2018.
+    `reduce` is ``set``, ``add``, ``mul``, ``max`` or ``min``. If an index repeats, ``set`` stores one of its entries,
+    and the others combine all of them. NumPy's ``put_along_axis``, 2018.
     """
     out = np.array(into)
     require_row_numbers(ids, into.shape[-1], "ids")

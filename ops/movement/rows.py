@@ -66,9 +66,9 @@ def get_rows(table: Array, ids: Array) -> Array:
     infinite=("into", "rows"),
 )
 def set_rows(into: Array, rows: Array, ids: Array) -> Array:
-    """Replace row ``ids[i]`` of `into` by row i of `rows`, in the dtype of `into`. ggml: ``SET_ROWS``.
+    """Replace row ``ids[i]`` of `into` by row i of `rows`, converted to the dtype of `into`. ggml: ``SET_ROWS``.
 
-    If an id repeats, one of its rows is stored.
+    If a row number repeats, one of its rows is stored.
     """
     out = into.copy()
     chosen = repeat_leading_axes(require_row_numbers(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)

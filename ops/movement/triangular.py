@@ -26,7 +26,7 @@ from ..declaration.samples import LegalRange, expand_template
     infinite=("x",),
 )
 def diag_mask_inf(x: Array, *, n_past: int) -> Array:
-    """Mask the upper triangle: -inf where the column exceeds the row by more than `n_past`. ggml: ``DIAG_MASK_INF``.
+    """Apply a causal mask: set ``x[row, column]`` to -inf where column > row + `n_past`. ggml: ``DIAG_MASK_INF``.
 
     Rows are the tokens after `n_past` earlier ones; columns are the tokens that they attend to.
     """

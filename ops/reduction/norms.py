@@ -45,10 +45,10 @@ def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     signed_zeros=False,
 )
 def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
-    """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
+    """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``.
 
-    Rows are the last axis. ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm,
-    then scale).
+    With `clamp`, the divisor is ``max(sqrt(sum(x^2)), eps)``, which is ggml's ``L2_NORM``. Delta nets use the form
+    without `clamp` (llama.cpp: rms_norm, then scale). Rows are the last axis.
     """
     square = np.sum(x * x, axis=-1, keepdims=True)
     return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
@@ -111,7 +111,7 @@ def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
 
 
 def softmax_rows(scores: Array, sinks: Array | None) -> Array:
-    """Return the softmax over the last axis; a row of -inf gives zeros.
+    """Return the softmax over the last axis; a row that is -inf everywhere gives zeros.
 
     Args:
         scores: scores of any shape.

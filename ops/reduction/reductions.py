@@ -23,7 +23,7 @@ _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
     signed_zeros=False,
 )
 def sum_rows(x: Array) -> Array:
-    """Sum each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
+    """Sum each row; the row becomes an axis of size 1. ggml: ``SUM_ROWS``."""
     return np.sum(x, axis=-1, keepdims=True)
 
 
@@ -38,7 +38,7 @@ def sum_rows(x: Array) -> Array:
     signed_zeros=False,
 )
 def mean(x: Array) -> Array:
-    """Compute the mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
+    """Compute the mean of each row; the row becomes an axis of size 1. An empty row gives 0. ggml: ``MEAN``."""
     return np.sum(x, axis=-1, keepdims=True) / max(1, x.shape[-1])
 
 
@@ -141,9 +141,10 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
     signed_zeros=False,
 )
 def reduce(x: Array, *, kind: str) -> Array:
-    """Reduce each row to its max, min, sum or prod (`kind`), as an axis of size 1, in the dtype of `x`.
+    """Reduce each row to its max, min, sum or prod (chosen by `kind`), as an axis of size 1, in the dtype of `x`.
 
-    For floats, `sum_rows` is the op that permits partial sums. NumPy (Harris et al., 2020).
+    To sum floats, `sum_rows` permits the planner to shard the rows into partial sums; this op does not. NumPy (Harris
+    et al., 2020).
     """
     return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
 
