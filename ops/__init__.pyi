@@ -39,13 +39,14 @@ def add(a: Value, b: Value, *, name: str = "") -> Value:
 def add_id(a: Value, b: Value, ids: Value, *, first: int = 0, total: int = 0, name: str = "") -> Value:
     """Add to `a` the bias rows of chosen experts: ``a[t, i] + b[ids[t, i]]``. ggml: ``ADD_ID``.
 
-    With `total` experts in all, `b` has the experts from `first` on; for other experts nothing is added.
+    With `total` > 0, `b` is a shard of `total` experts that begins with expert `first`. For experts outside of the
+    shard nothing is added.
     """
 
 def arange(*, start: float, stop: float, step: float = 1.0, name: str = "") -> Value:
-    """Return the numbers ``start + i step`` from `start` to before `stop`. ggml: ``ARANGE``.
+    """Return the numbers ``start + i * step`` from `start` to before `stop`. ggml: ``ARANGE``.
 
-    Their number is ``ceil((stop - start) / step)``, in float64; ggml rounds to float32.
+    Their count is ``ceil((stop - start) / step)``, computed in float64; ggml computes it in float32.
     """
 
 def arccos(x: Value, *, name: str = "") -> Value:
@@ -156,7 +157,7 @@ def diag(x: Value, *, name: str = "") -> Value:
     """
 
 def diag_mask_inf(x: Value, *, n_past: int, name: str = "") -> Value:
-    """Mask the upper triangle: -inf where the column exceeds the row by more than `n_past`. ggml: ``DIAG_MASK_INF``.
+    """Apply a causal mask: set ``x[row, column]`` to -inf where column > row + `n_past`. ggml: ``DIAG_MASK_INF``.
 
     Rows are the tokens after `n_past` earlier ones; columns are the tokens that they attend to.
     """
@@ -311,10 +312,10 @@ def hardswish(x: Value, *, name: str = "") -> Value:
     """Compute the hard swish ``x * hardsigmoid(x)``. ggml: ``UNARY_OP_HARDSWISH``; Howard et al., 2019."""
 
 def l2_norm(x: Value, *, eps: float = 1e-06, clamp: bool = False, name: str = "") -> Value:
-    """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
+    """Normalise each row to length 1: ``x / sqrt(sum(x^2) + eps)``.
 
-    Rows are the last axis. ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm,
-    then scale).
+    With `clamp`, the divisor is ``max(sqrt(sum(x^2)), eps)``, which is ggml's ``L2_NORM``. Delta nets use the form
+    without `clamp` (llama.cpp: rms_norm, then scale). Rows are the last axis.
     """
 
 def leaky_relu(x: Value, *, negative_slope: float, name: str = "") -> Value:
@@ -339,7 +340,7 @@ def maximum(a: Value, b: Value, *, name: str = "") -> Value:
     """
 
 def mean(x: Value, *, name: str = "") -> Value:
-    """Compute the mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
+    """Compute the mean of each row; the row becomes an axis of size 1. An empty row gives 0. ggml: ``MEAN``."""
 
 def minimum(a: Value, b: Value, *, name: str = "") -> Value:
     """Compute the elementwise minimum; `b` is repeated as tiles to the shape of `a`.
@@ -354,8 +355,8 @@ def mul_mat(w: Value, x: Value, *, ordered: bool = False, exact: bool = True, na
     """Multiply the rows of `x` by the transposed weight: ``x @ w.T``. ggml: ``MUL_MAT``.
 
     Leading axes of `w` divide the leading axes of `x`: one weight serves neighbouring entries. With `ordered`, the
-    terms of a sum are not sharded, so that its last bit does not depend on the number of devices. Without `exact`, a
-    backend may round `x` to the dtype of weights of 16 bits.
+    planner does not shard the summed axis, so the last bit of a sum does not depend on the number of devices. Without
+    `exact`, a backend may round `x` to the dtype of 16-bit weights.
     """
 
 def mul_mat_id(
@@ -363,9 +364,9 @@ def mul_mat_id(
 ) -> Value:
     """Multiply rows of `x` by the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
-    Only chosen experts are read. An id outside the experts is an error of the run. With `total` experts in all, `w` has
-    the experts from `first` on; for other experts the result is zero. `exact` is as in `mul_mat`. ggml: ``MUL_MAT_ID``;
-    Shazeer et al., 2017.
+    Only chosen experts are read. An id outside the experts is an error of the run. With `total` > 0, `w` is a shard of
+    `total` experts that begins with expert `first`; the result for experts outside of the shard is zero. `exact` is as
+    in `mul_mat`. ggml: ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
 
 def neg(x: Value, *, name: str = "") -> Value:
@@ -385,7 +386,7 @@ def pad(x: Value, *, left: Sequence[int], right: Sequence[int], circular: bool =
     """
 
 def pad_reflect_1d(x: Value, *, left: int, right: int, name: str = "") -> Value:
-    """Pad the last axis with its mirror image, in which the outer entry is left out. ggml: ``PAD_REFLECT_1D``."""
+    """Pad the last axis with its mirror image; the outermost entry itself is not repeated. ggml: ``PAD_REFLECT_1D``."""
 
 def permute(x: Value, *, axes: Sequence[int], name: str = "") -> Value:
     """Permute the axes: axis i of the result is axis ``axes[i]`` of `x`. ggml: ``PERMUTE``.
@@ -397,9 +398,10 @@ def power(a: Value, b: Value, *, name: str = "") -> Value:
     """Raise `a` to the power `b` elementwise; `b` is repeated as tiles to the shape of `a`. IEEE 754, 2019."""
 
 def reduce(x: Value, *, kind: str, name: str = "") -> Value:
-    """Reduce each row to its max, min, sum or prod (`kind`), as an axis of size 1, in the dtype of `x`.
+    """Reduce each row to its max, min, sum or prod (chosen by `kind`), as an axis of size 1, in the dtype of `x`.
 
-    For floats, `sum_rows` is the op that permits partial sums. NumPy (Harris et al., 2020).
+    To sum floats, `sum_rows` permits the planner to shard the rows into partial sums; this op does not. NumPy (Harris
+    et al., 2020).
     """
 
 def reglu(gate: Value, up: Value, *, name: str = "") -> Value:
@@ -510,10 +512,10 @@ def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value
     """
 
 def scatter(into: Value, ids: Value, src: Value, *, reduce: str = "set", name: str = "") -> Value:
-    """Scatter entries into each row: `src` entry i replaces, or is combined with, entry ``ids[..., i]`` of `into`.
+    """Scatter `src` into each row of `into`: entry i is stored at, or combined with, entry ``ids[..., i]``.
 
-    `reduce` is ``set``, ``add``, ``mul``, ``max`` or ``min``. If an index repeats, ``set`` stores one of its entries;
-    the others combine all of them. NumPy's ``put_along_axis``, 2018.
+    `reduce` is ``set``, ``add``, ``mul``, ``max`` or ``min``. If an index repeats, ``set`` stores one of its entries,
+    and the others combine all of them. NumPy's ``put_along_axis``, 2018.
     """
 
 def set_(a: Value, b: Value, *, offsets: Sequence[int], name: str = "") -> Value:
@@ -523,9 +525,9 @@ def set_(a: Value, b: Value, *, offsets: Sequence[int], name: str = "") -> Value
     """
 
 def set_rows(into: Value, rows: Value, ids: Value, *, name: str = "") -> Value:
-    """Replace row ``ids[i]`` of `into` by row i of `rows`, in the dtype of `into`. ggml: ``SET_ROWS``.
+    """Replace row ``ids[i]`` of `into` by row i of `rows`, converted to the dtype of `into`. ggml: ``SET_ROWS``.
 
-    If an id repeats, one of its rows is stored.
+    If a row number repeats, one of its rows is stored.
     """
 
 def sgn(x: Value, *, name: str = "") -> Value:
@@ -615,7 +617,7 @@ def sum_(x: Value, *, name: str = "") -> Value:
     """Sum all entries to a scalar. ggml: ``SUM``."""
 
 def sum_rows(x: Value, *, name: str = "") -> Value:
-    """Sum each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
+    """Sum each row; the row becomes an axis of size 1. ggml: ``SUM_ROWS``."""
 
 def swiglu(gate: Value, up: Value, *, name: str = "") -> Value:
     """Compute the gated unit ``silu(gate) * up``. ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
@@ -665,9 +667,9 @@ def trunc(x: Value, *, name: str = "") -> Value:
     """Round towards zero to an integer. ggml: ``UNARY_OP_TRUNC``."""
 
 def where(truth: Value, a: Value, b: Value, *, name: str = "") -> Value:
-    """Select `a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to the shape of `truth`.
+    """Select elements: `a` where `truth` is not 0, else `b`. The result has the dtype of `a`.
 
-    NumPy's ``where`` (Harris et al., 2020).
+    `a` and `b` are broadcast to the shape of `truth`. NumPy's ``where`` (Harris et al., 2020).
     """
 
 def windows(
