@@ -339,9 +339,9 @@ class DeviceRepetitions:
     def short_repetition_by_node(self, graph: Graph) -> dict[Node, int]:
         """Return, for each node in the graph of a device, the repetition of the short graph that it belongs to.
 
-        A name with a suffix belongs to a layout conversion or an overlap chunk. The conversion of a carried value
-        belongs to the repetition that reads the value. An overlap chunk (one part of a node that overlaps with
-        communication) belongs to the repetition of its node, because further chunks follow.
+        A name with a suffix belongs to a layout conversion or to an overlap chunk, which is one part of a node's
+        computation. The conversion of a carried value belongs to the repetition that reads the value. An overlap chunk
+        belongs to the repetition of its node, because further chunks follow.
         """
         runs = self.shortened.short_repetitions
         first_read: dict[Node, int] = {}

@@ -131,7 +131,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_end = self._final_end = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Count a signal; `on_tick` reads the count in the event loop within 0.1 s."""
+        """Count a signal that asks the server to exit; `on_tick` acts on it in the event loop within 0.1 s."""
         self._signal_count += 1
 
     def request_exit(self) -> None:
@@ -149,7 +149,7 @@ class DrainingServer(uvicorn.Server):
             self._announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Advance the drain at each timer tick, and return whether the server should exit."""
+        """Continue the drain at a timer tick of uvicorn, and return whether the server should exit."""
         is_over = await super().on_tick(counter)
         now = asyncio.get_running_loop().time()
         if self._signal_count >= 2:

@@ -77,7 +77,7 @@ class RequestBuilder:
         return await asyncio.get_running_loop().run_in_executor(self._embedding_workers, embed)
 
     async def rank(self, query: str, documents: Sequence[str]) -> tuple[npt.NDArray[np.float32], int]:
-        """Return the scores of documents for a query, and the tokens of all texts.
+        """Return the relevance score of each document for a query, and the token count of all texts.
 
         Raises:
             ModelError: As `ModelService.rank`.
@@ -327,7 +327,7 @@ class RequestBuilder:
         top_logprobs: int | None,
         id: str,
     ) -> tuple[GenerationRequest, ...]:
-        """Build the engine requests of text prompts: `choices` requests for each prompt in turn.
+        """Build the engine requests of text prompts: for each prompt in turn, as many requests as `choices`.
 
         Raises:
             ApiError: The grammar is wrong, or there are too many texts.

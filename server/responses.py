@@ -61,7 +61,10 @@ def format_event(data: object, event: str = "") -> bytes:
 
 
 class UpdateFormatter(Protocol):
-    """Formats the updates of a stream as events of one API; `ping` keeps a silent stream open."""
+    """The interface of formatters, which format the updates of a stream as server-sent events of one API.
+
+    `ping` is an event without content, which keeps a silent stream open.
+    """
 
     ping: bytes
 
@@ -169,7 +172,7 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
 
 
 async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
-    """Return the result of `work` in a list, or an empty list if the client disconnects or `work` is cancelled."""
+    """Run `work`, and return a list with its result; the list is empty if the client disconnects or `work` is cancelled."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)

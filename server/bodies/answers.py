@@ -44,14 +44,14 @@ class Delta:
 
 
 class JsonValueScanner:
-    """Finds the end of one JSON value in a text that arrives in pieces."""
+    """Finds the end of one JSON value in a text that arrives in pieces; each call of `feed` takes one piece."""
 
     def __init__(self) -> None:
         self.is_complete = False
         self._depth, self._in_text, self._escapes, self._is_scalar = 0, False, False, False
 
     def feed(self, text: str) -> int:
-        """Return the number of characters of `text` that belong to the value."""
+        """Scan the next piece of text, and return how many of its characters belong to the value."""
         for i, char in enumerate(text):
             if self._in_text:
                 self._in_text = self._escapes or char != '"'
@@ -78,11 +78,12 @@ class JsonValueScanner:
 class AnswerParserOptions:
     """The parts that the text of an answer may have.
 
-    - `has_thoughts`: whether the text may begin with ``<think>``; `opens_thought`: whether it begins inside a thought.
+    - `has_thoughts`: whether the text may begin with ``<think>``.
+    - `opens_thought`: whether the text begins inside a thought, because the prompt ends with ``<think>``.
     - `has_calls`: whether ``<tool_call>`` begins a tool call.
     - `has_bare_calls`: whether an answer that begins with ``{`` may be a tool call.
     - `is_call`: whether the whole text is one tool call, without markers; an incomplete one gives no content.
-    - `max_calls`: tool calls after this number stay text.
+    - `max_calls`: the largest number of tool calls; the text of further ones is content.
     - `text_parameters`: the names of the string parameters of each function.
     """
 
@@ -96,7 +97,10 @@ class AnswerParserOptions:
 
 
 class AnswerParser:
-    """An incremental parser that splits the text of one answer into deltas."""
+    """An incremental parser that splits the text of one answer into content, thoughts and tool calls.
+
+    It receives the text in pieces and returns them as deltas.
+    """
 
     def __init__(self, options: AnswerParserOptions) -> None:
         self.call_count = 0
@@ -254,7 +258,7 @@ class AnswerParser:
 
 
 def merge_deltas(deltas: Iterator[Delta] | list[Delta]) -> list[Delta]:
-    """Return deltas with adjacent ones of the same kind merged."""
+    """Merge adjacent deltas of the same kind and call number into one."""
     merged: list[Delta] = []
     for delta in deltas:
         if merged and delta.kind != "call" and (merged[-1].kind, merged[-1].index) == (delta.kind, delta.index):

@@ -22,7 +22,7 @@ TOOLS_PROMPT = (
 
 
 def has_tool_messages(messages: Sequence[Mapping[str, object]]) -> bool:
-    """Whether a chat has tool calls or results."""
+    """Return whether a chat contains tool calls or tool results."""
     return any(message["role"] in ("tool", "function") or message.get("tool_calls") for message in messages)
 
 
@@ -35,7 +35,7 @@ def describe_tools(tools: Sequence[Objects]) -> str:
 def write_tools_as_text(
     messages: Sequence[Mapping[str, object]], tools: Sequence[Objects], *, has_system_role: bool
 ) -> list[Objects]:
-    """Return messages without tool calls and tool results, which become the text of other messages.
+    """Rewrite a chat for a template without tools: tool calls, tool results and tool descriptions become plain text.
 
     The description of the tools is added to the system message, or to the first message of the user.
 

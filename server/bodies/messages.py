@@ -23,11 +23,12 @@ OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The rendered prompt of a chat.
+    """The prompt of a chat, as its chat template renders it.
 
-    - `text`: the prompt; `template`: the chat template.
-    - `continues_message`: the prompt ends with the beginning of the answer, from the last message.
-    - `has_generic_tools`: the template has no tools, so the prompt describes them as `generic_tools` does.
+    - `text`: the prompt.
+    - `template`: the chat template.
+    - `continues_message`: whether the prompt ends with the beginning of the answer, which is the last message.
+    - `has_generic_tools`: whether the template supports no tools, so that the prompt describes them as text.
     """
 
     text: str
@@ -47,7 +48,7 @@ class ChatPrompt:
 
     @property
     def has_call_markers(self) -> bool:
-        """Whether a marker begins each tool call of an answer."""
+        """Whether the model writes a marker before each tool call."""
         return self.has_generic_tools or OPEN_CALL in self.template
 
 

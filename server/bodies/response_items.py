@@ -160,7 +160,7 @@ def convert_items(items: str | Sequence[Objects]) -> list[Objects]:
 
 
 def _open_assistant_message(messages: list[Objects]) -> Objects:
-    """Return the last message if it is of the assistant, or a new one."""
+    """Return the last message if its role is assistant; otherwise append a new assistant message and return it."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -180,7 +180,7 @@ def _join_thoughts(parts: object, where: str) -> str:
 
 
 def _add_instructions(messages: list[Objects], instructions: str) -> None:
-    """Put the instructions before the text of a first system message, or add a system message."""
+    """Put the instructions of a response into the system message, before its text; add one if there is none."""
     if messages[0]["role"] in ("system", "developer"):
         messages[0]["content"] = f"{instructions}\n\n{messages[0]['content']}"
     else:
@@ -188,7 +188,13 @@ def _add_instructions(messages: list[Objects], instructions: str) -> None:
 
 
 def _convert(fields: Objects, struct: type[Struct], name: str) -> Struct:
-    """Convert an object of the body to a struct; `name` is its field."""
+    """Convert an object of the body to a struct.
+
+    Args:
+        fields: The object.
+        struct: The type of the struct.
+        name: The field of the body with the object, for errors.
+    """
     try:
         return msgspec.convert({key: value for key, value in fields.items() if value is not None}, struct)
     except msgspec.ValidationError as error:

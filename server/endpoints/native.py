@@ -118,7 +118,7 @@ class NativeAnswerFormatter:
         return b"".join(map(self._format_update, updates))
 
     def format_end(self) -> bytes:
-        """Return nothing, because the last object of each text already has ``stop: true``."""
+        """Return no bytes: this API has no end event, because the last object of each text has ``stop: true``."""
         return b""
 
     def format_error(self, error: ApiError) -> bytes:
@@ -189,7 +189,7 @@ def describe_generation_settings(request: GenerationRequest, body: NativeComplet
 
 
 def select_fields(result: dict[str, object], names: Sequence[str]) -> dict[str, object]:
-    """Return only the named fields of a result; ``a/b`` is field b of object a."""
+    """Return a copy of a result that has only the named fields; the name ``a/b`` is field b of object a."""
     selected = {}
     for name in names:
         value: object = result

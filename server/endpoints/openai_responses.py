@@ -115,7 +115,7 @@ class ResponseFormatter:
     # ------------------------------------------------------------------------------------------------------------ items
 
     def _apply(self, delta: Delta) -> list[bytes]:
-        """Add a delta to its item, which may be a new one, and return the events."""
+        """Add a delta to the output item that grows, or begin a new item, and return the events for the client."""
         kind = ITEM_KINDS["call" if delta.kind == "arguments" else delta.kind]
         events: list[bytes] = []
         if delta.kind == "call" or self._text is None or self._items[-1]["type"] != kind:
@@ -210,7 +210,10 @@ class ResponseFormatter:
         return response
 
     def _describe_usage(self, finish: ChoiceFinish) -> dict[str, object]:
-        """Return the token counts; thoughts are tokenized again, because their tokens have not been counted."""
+        """Return the token counts of ``usage``.
+
+        The tokens of thoughts have not been counted, so the text of the thoughts is tokenized again.
+        """
         prompt, new = finish.timing.prompt_tokens, finish.token_count
         thoughts = [part["text"] for item in self._items if item["type"] == "reasoning" for part in _list_parts(item)]
         count = sum(len(self._state.service.tokenizer.encode_continuation(str(text))) for text in thoughts)
