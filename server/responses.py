@@ -172,7 +172,7 @@ async def run_until_disconnect(request: Request, work: Coroutine[object, object,
 
 
 async def _run_until_disconnect(receive: Receive, work: Awaitable[Output]) -> list[Output]:
-    """Run `work`, and return a list with its result; the list is empty if the client disconnects or `work` is cancelled."""
+    """Run `work`, and return its result in a list; the list is empty after a disconnect or a cancellation."""
     worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)

@@ -46,7 +46,7 @@ def _list_program_tensors(program: Program) -> Iterator[Tensor]:
 
 
 def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
-    """Return `program` with guard zones between the values of its arena, and the byte range of each value.
+    """Return `program` with guard zones (unused bytes) between the values of its arena, and the byte range of each value.
 
     Values that share bytes stay together. All bytes outside of the ranges are guard zones.
     """
@@ -88,7 +88,7 @@ def copy_to_host(array: Any) -> Array:
 
 
 class GuardedProgram:
-    """The compiled program of one device on guarded buffers, which finds writes outside of all values."""
+    """The compiled program of one device, with guard zones between its values to find writes outside of all values."""
 
     def __init__(self, device_plan: DevicePlan, weights: Mapping[str, Array]) -> None:
         self.backend: Backend = device_plan.backend
@@ -127,7 +127,7 @@ class GuardedProgram:
         self._byte = byte
 
     def poison_results(self, byte: int) -> None:
-        """Fill the results of all instructions with `byte`.
+        """Overwrite the results of all instructions with `byte`, so that a result that is not written shows.
 
         Scratch memory stays as it is, because a kernel may save data for its next run there.
         """

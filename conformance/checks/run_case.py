@@ -198,7 +198,7 @@ def _compare_results(case: Case, got: list[Array], expected: ExpectedResult, mas
 
 
 def replace_permitted_nonfinites(case: Case, got: Array, expected: ExpectedResult, result: int) -> Array:
-    """Return a result with the reference in place of each NaN or infinity that the op permits there."""
+    """Return a result in which each NaN or infinity that the op permits is replaced by the number of the reference."""
     want = expected.arrays[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
         return got
@@ -263,7 +263,7 @@ def _reverse_elements(units: Array) -> Array:
 def _run_bound_program_three_times(
     case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
 ) -> list[Array]:
-    """Run a bound program three times, and return the results of the second run."""
+    """Run a bound program three times as `run_three_times` does, and return the results of the second run."""
     guarded.poison_arena(NAN)
     guarded.write_inputs(decoys)
     _replay_and_check_guards(guarded, "the first run")

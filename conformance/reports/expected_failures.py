@@ -33,7 +33,10 @@ class ExpectedFailures:
         return any(fnmatchcase(text, p) for p in self.patterns)
 
     def mark_expected_outcome(self, result: Result) -> Result:
-        """Mark a listed failing case as xfail and a listed passing case as failure; return other results unchanged."""
+        """Adjust a result to the list: a listed failure becomes xfail, and a listed case that passes becomes a failure.
+
+        Other results are returned unchanged.
+        """
         if not self.expects(result.case.text_without_seed):
             return result
         if result.outcome is Outcome.FAIL:
@@ -57,7 +60,7 @@ def read_expected_failures(path: Path) -> ExpectedFailures:
 
 
 def fail_required_unsupported(results: Iterable[Result], tier: str) -> Iterable[Result]:
-    """Yield the results, with unsupported cases of required ops as failures.
+    """Yield the results, in which unsupported cases of required ops are now failures.
 
     Args:
         results: results of cases.

@@ -82,10 +82,10 @@ def compute_simplicity_key(case: Case) -> tuple[int, ...]:
 
 
 def find_distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
-    """Find the traits with the largest contrast between failing and passing cases, largest first.
+    """Find the traits that separate failing from passing cases best, largest contrast first.
 
-    The contrast of a trait is its fraction of the failing cases minus its fraction of the passing cases. Of several
-    traits of the same failing cases, one is returned. Without passing cases the result is empty.
+    The contrast of a trait is its fraction of the failing cases minus its fraction of the passing cases. If several
+    traits have the same failing cases, one is returned. Without passing cases the result is empty.
 
     Args:
         bad: failing cases of one op.

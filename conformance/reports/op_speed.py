@@ -163,10 +163,10 @@ def _bind_plan_to_case(device_plan: DevicePlan, weights: dict[str, Any], leaves:
 
 
 def _measure_run_seconds(runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Measure the seconds of each single run; the copies run in turn.
+    """Measure the seconds of each run of a case; the copies of the case run in turn, so that each finds a cold cache.
 
     Args:
-        runs: a function per copy that runs the case once.
+        runs: for each copy, a function that runs it once.
     """
     for run in runs[:2]:
         run()

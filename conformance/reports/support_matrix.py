@@ -82,7 +82,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
 
 
 def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
-    """Return whether NumPy computes every case that a backend with compiled kernels supports.
+    """Return whether a backend has compiled kernels, but computes all supported cases with NumPy.
 
     Cases with empty results are ignored: they call no kernel.
     """

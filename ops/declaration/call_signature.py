@@ -51,7 +51,7 @@ def build_call_signature(
 
 
 def widen_annotation_for_callers(annotation: str) -> str:
-    """Return the annotation for callers: sequences in place of tuples, names of dtypes in place of dtypes."""
+    """Widen a type annotation to what callers may pass: sequences for tuples, and names of dtypes for dtypes."""
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 

@@ -132,8 +132,8 @@ def run_recurrence(
         step: ``step(t, old)`` returns the state after token t.
         tokens: number of tokens.
         state: the states of the sequences, or a pool of states.
-        slots_in: row of the pool at which each sequence begins.
-        slots_out: rows of the pool for the new states, by sequence and snapshot.
+        slots_in: for each sequence, the row of the pool with its initial state.
+        slots_out: for each sequence and snapshot, the row of the pool that gets the new state.
         snapshots: number of states to return per sequence; snapshot s is the state s tokens before the end.
 
     Returns:
