@@ -46,9 +46,12 @@ def _list_program_tensors(program: Program) -> Iterator[Tensor]:
 
 
 def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
-    """Return `program` with guard zones (unused bytes) between the values of its arena, and the byte range of each value.
+    """Insert guard zones (unused bytes) between the values of a program's arena.
 
-    Values that share bytes stay together. All bytes outside of the ranges are guard zones.
+    Values that share bytes stay together.
+
+    Returns:
+        The changed program, and the byte range of each value. All bytes outside of the ranges are guard zones.
     """
     (arena,) = (n for n, b in enumerate(program.buffers) if b.kind == "arena")
     extents = sorted(compute_byte_range(t) for t in _list_program_tensors(program) if t.buffer == arena)
