@@ -92,7 +92,7 @@ def normalise_attribute(name: str, annotation: str, value: object) -> Attr:
 
 
 def is_attribute_type(annotation: str) -> bool:
-    """Return whether graphs can store attributes whose type annotation is the text `annotation`."""
+    """Return whether graphs can store attributes with the type annotation `annotation`."""
     inner = annotation.removeprefix("tuple[").removesuffix(", ...]")
     return inner in ATTRIBUTE_TYPES or (inner != annotation and is_attribute_type(inner))
 

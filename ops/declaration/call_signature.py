@@ -51,7 +51,7 @@ def build_call_signature(
 
 
 def widen_annotation_for_callers(annotation: str) -> str:
-    """Widen a type annotation to what callers may pass: sequences for tuples, and names of dtypes for dtypes."""
+    """Widen a type annotation to the types that callers may pass: sequences for tuples, dtype names for dtypes."""
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 
