@@ -32,7 +32,11 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """The layout of an arena: the byte offset of each lifetime, in the order of the lifetimes, and the total bytes."""
+    """The layout of an arena: the byte offset of each lifetime, and the size of the arena.
+
+    - `offsets`: the byte offsets, in the order of the lifetimes.
+    - `nbytes`: the bytes of the whole arena.
+    """
 
     offsets: tuple[int, ...]
     nbytes: int
@@ -44,7 +48,11 @@ def round_up_to_alignment(nbytes: int) -> int:
 
 
 def assign_arena_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
-    """Assign arena offsets to lifetimes by best fit, step by step; overlapping lifetimes get disjoint bytes."""
+    """Assign each lifetime an arena offset by best fit, so that lifetimes with a common step get disjoint bytes.
+
+    Lifetimes are placed by first step, and the largest of a step first. Each takes the smallest free gap that is large
+    enough, else bytes at the end of the arena.
+    """
     all_lifetimes = list(lifetimes)
     offsets = [0] * len(all_lifetimes)
     free: list[tuple[int, int]] = []  # (offset, bytes), by offset, no two adjacent
@@ -63,17 +71,19 @@ def assign_arena_offsets(lifetimes: Iterable[Lifetime]) -> Arena:
 
 
 def assign_repeatable_arena_offsets(lifetimes: Iterable[Lifetime], repetition_of_step: Sequence[int]) -> Arena:
-    """Assign arena offsets such that the repeated layers of a program (repetitions) can be executed in any order.
+    """Assign arena offsets that stay valid if the repeated layers (repetitions) of a program run in any order.
 
-    The first and the last repetition are executed once. The arena has three regions, from the bottom:
+    This holds for the inner repetitions. The first and the last repetition are executed once.
 
-    1. values of several repetitions;
-    2. values of one repetition, in the same bytes for each repetition;
-    3. values that inner repetitions keep to the end, in their order.
+    The arena has three regions, from the bottom:
+
+    1. Values that live in several repetitions.
+    2. Values that live in one repetition. All repetitions use the same bytes for them.
+    3. Values of inner repetitions that live until the end of the program, in the order of their steps.
 
     Args:
         lifetimes: The lifetimes of the values.
-        repetition_of_step: The repetition of each step; -1 is the part before all repetitions.
+        repetition_of_step: The number of the repetition to which each step belongs; -1 before all repetitions.
     """
     all_lifetimes, end, last_repetition = list(lifetimes), len(repetition_of_step), repetition_of_step[-1]
     bounds = [
@@ -105,12 +115,12 @@ def _take_best_fit_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int)
     """Take bytes from the smallest free gap that is large enough (best fit), or from the end of the arena.
 
     Args:
-        gaps: The free gaps (offset, bytes), by offset; the used gap is changed.
-        nbytes: The bytes to take.
-        arena_end: The bytes of the arena so far.
+        gaps: The free gaps as (offset, bytes), sorted by offset. The gap that is used is removed or made smaller.
+        nbytes: The number of bytes to take.
+        arena_end: The present size of the arena in bytes.
 
     Returns:
-        The offset of the taken bytes, and the new end of the arena.
+        The offset of the taken bytes, and the new size of the arena.
     """
     fitting = [(size, offset) for offset, size in gaps if size >= nbytes]
     if fitting:
@@ -126,7 +136,13 @@ def _take_best_fit_gap(gaps: list[tuple[int, int]], nbytes: int, arena_end: int)
 
 
 def _add_free_gap(gaps: list[tuple[int, int]], offset: int, nbytes: int) -> list[tuple[int, int]]:
-    """Add a free gap of `nbytes` bytes at `offset` to the free gaps, and merge it with its neighbours."""
+    """Add a free gap to the sorted list of free gaps, merge adjacent gaps, and return the new list.
+
+    Args:
+        gaps: The free gaps as (offset, bytes), sorted by offset.
+        offset: The first byte of the new gap.
+        nbytes: The bytes of the new gap; 0 leaves the list unchanged.
+    """
     if not nbytes:
         return gaps
     insort(gaps, (offset, nbytes))

@@ -35,7 +35,11 @@ DEVICES_KIND = list_of(
 
 
 class KernelUse(NamedTuple):
-    """How the kernels of a program are used: launches of each instruction, and instructions that NumPy computes."""
+    """The use of kernels by a program.
+
+    - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
+    - `stand_ins`: the positions of the instructions that NumPy computes for lack of a compiled kernel.
+    """
 
     launches: Sequence[float]
     stand_ins: frozenset[int]
@@ -43,11 +47,12 @@ class KernelUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """The device plan of one device: its part of the graph, with local shapes, and the program that runs it.
+    """The plan of one device: its part of the graph, with local shapes, and the program that runs this part.
 
-    Each instruction of `program` has the number of the node of `graph` that it computes. The graph contains the
-    `cont` nodes (copies) that kernels need. A device plan with a `short` program builds `graph` and `program` at the
-    first access, by unrolling repeated layers.
+    - `graph`: the nodes that the device computes, with the `cont` nodes (copies) that its kernels need.
+    - `program`: the instructions; the `index` of each is the position of its node in `graph`.
+    - `short`: a graph and a program with few repeated layers; None if there is nothing to unroll. If it is present,
+      `graph` and `program` are unrolled from it at the first access.
     """
 
     device: Device
@@ -65,9 +70,9 @@ class DevicePlan:
 
     @cached_property
     def predicted_kernel_calls(self) -> Sequence[KernelCall] | None:
-        """The kernel calls that the backend predicts for the program, with their buffers; None without a prediction.
+        """The kernel calls that the backend will make for the program; None if the backend cannot list them.
 
-        Calls that depend on allocated memory are left out.
+        Calls that depend on the addresses of allocated memory are left out.
         """
         backend, device, short = self.backend, self.device, self.short
         if not isinstance(backend, ListsKernels):
@@ -82,7 +87,10 @@ class DevicePlan:
 
     @cached_property
     def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
-        """The instructions that run at the same time as each overlapped collective, by the collective's position."""
+        """The instructions that run at the same time as a collective, by the position of this collective in the program.
+
+        Empty if the backend cannot overlap collectives with other instructions.
+        """
         if not can_group_overlap([(self.backend, self.device)]):
             return {}
         together = {
@@ -96,10 +104,10 @@ class DevicePlan:
         )
 
     def count_launches_by_instruction(self) -> Sequence[float]:
-        """Count the kernel launches of each instruction.
+        """Return the number of kernel launches of each instruction, as predicted by the backend.
 
-        Instructions that share one fused launch have equal fractions of it. Without a prediction of the backend, each
-        instruction has one launch.
+        Instructions that one kernel computes together share its launch in equal parts: 0.5 each for two instructions. If the
+        backend makes no prediction, each instruction counts as one launch.
         """
         if self.predicted_kernel_calls is None:
             return [1.0] * len(self.program.instructions)
@@ -110,13 +118,16 @@ class DevicePlan:
         return launches
 
     def find_numpy_fallback_positions(self) -> frozenset[int]:
-        """Find the positions of the instructions that fall back to NumPy for lack of a compiled kernel."""
+        """Find the positions of the instructions that NumPy computes, because the backend has no compiled kernel for them."""
         return frozenset(
             n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
         )
 
     def find_kernel_use(self) -> KernelUse:
-        """Find the launches of each instruction and the NumPy fallbacks, equal for programs of equal structure."""
+        """Return the kernel launches of each instruction, and the instructions that NumPy computes.
+
+        Programs with equal structure have equal results.
+        """
         return KernelUse(self.count_launches_by_instruction(), self.find_numpy_fallback_positions())
 
     def memory(self) -> dict[str, int]:
@@ -126,7 +137,11 @@ class DevicePlan:
 
 @dataclass(frozen=True, eq=False)
 class UnrollableProgram:
-    """A device's graph and program with few repeated layers, which can be unrolled to all layers of the deep graph."""
+    """A device's graph and program with few repeated layers, and the data to unroll them to all layers.
+
+    - `graph`, `program`: the device's part of the short graph, and the program of this part.
+    - `shortened_graph`: the short graph, the full ("deep") graph with all layers, and the relation between the two.
+    """
 
     graph: Graph
     program: Program
@@ -134,12 +149,12 @@ class UnrollableProgram:
 
     @cached_property
     def unrolled_graph_and_program(self) -> tuple[Graph, Program]:
-        """The graph and the program of the device with all repeated layers, unrolled at the first access."""
+        """The graph and the program of the device with all repeated layers; computed at the first access."""
         return unroll_program(self.graph, self.program, self.shortened_graph)
 
 
 def make_unrolled_device_plan(device: Device, backend: Backend, short: UnrollableProgram) -> DevicePlan:
-    """Make a device plan that unrolls its graph and program from `short` at the first access."""
+    """Make a device plan with a graph and a program that are built at the first access, by unrolling `short`."""
     device_plan: DevicePlan = object.__new__(DevicePlan)
     for name, value in {"device": device, "backend": backend, "short": short}.items():
         object.__setattr__(device_plan, name, value)
@@ -147,9 +162,10 @@ def make_unrolled_device_plan(device: Device, backend: Backend, short: Unrollabl
 
 
 def unroll_device_plans(device_plans: Sequence[DevicePlan], shortened: ShortenedGraph) -> tuple[DevicePlan, ...]:
-    """Unroll device plans with few repeated layers to the device plans of the deep graph with all layers.
+    """Turn device plans of a shortened graph, with few repeated layers, into device plans of the full graph.
 
-    Device plans with the same program share the unrolled one.
+    The graph and the program of each plan are unrolled at the first access. Device plans that share a program also share
+    the unrolled program.
     """
     shorts: dict[tuple[int, int], UnrollableProgram] = {}
     for device_plan in device_plans:
@@ -166,17 +182,20 @@ def unroll_device_plans(device_plans: Sequence[DevicePlan], shortened: Shortened
 
 
 def find_first_devices_with_same_program(device_plans: Sequence[DevicePlan]) -> list[int]:
-    """Find for each device plan the first device with the same program; the device itself if no earlier one has it."""
+    """Return for each device plan the number of the first device that has the same program object.
+
+    A device without an earlier such device gets its own number.
+    """
     first: dict[int, int] = {}
     return [first.setdefault(id(device_plan.program), number) for number, device_plan in enumerate(device_plans)]
 
 
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
-    """Find the collective group of each device: the numbers of all devices that call the same collectives as it.
+    """Find the collective group of each device: the numbers of the devices that call its collectives with it.
 
-    Devices with a collective of the same number call it together. The verifier checks that all collectives of a
-    device have one group. Messages pass between any two devices. Without collectives, all devices are one group, and
-    its messages take the shortest path.
+    Devices that call a collective with the same sequence number are one group. Sends and receives do not count. Only the
+    first collective of each program is read: the verifier checks that all collectives of a device have one group. A device
+    without collectives is a group alone. If no device has a collective, all devices are one group.
     """
     numbers: list[int | None] = []
     known: dict[int, int | None] = {}
@@ -196,16 +215,16 @@ def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...]
 def build_device_plans(
     graphs: Sequence[Graph], group: Devices, shortened: ShortenedGraph | None = None
 ) -> tuple[DevicePlan, ...]:
-    """Lower the graph of each device, and build its device plan from the lowered graph and the program.
+    """Lower the graph of each device to a program, and build the device plans.
 
-    1. Structurally equal graphs on devices of one kind are lowered once, with numbers as names.
-    2. Each of these graphs gets a copy of the program with its own names. Equal graphs share the copy.
-    3. A device that does not support the state saves of another device gets a program of its own.
+    1. Structurally equal graphs on devices of one kind are lowered once, with node positions in place of names.
+    2. Each graph gets a copy of the program with its own names. Devices with equal graphs share the copy.
+    3. A device that does not support the state saves in the shared program is lowered separately.
 
     Args:
         graphs: The graph of each device; the device supports all of its nodes.
         group: The backend and the device of each graph.
-        shortened: The shortened graph, if the graphs have few repeated layers and may be unrolled.
+        shortened: The shortened graph, if the graphs have few repeated layers and will be unrolled; else None.
     """
     numbers: dict[Hashable, int] = {}  # instead of structural keys: a lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
@@ -247,9 +266,13 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceRepetitions | None:
-    """Find the repetitions of repeated layers in a device's graph; None without a shortened graph.
+    """Return the repetitions of repeated layers in a device's graph; None if no graph was shortened.
 
-    With `is_alone`, the lowered nodes keep the names of `graph`. Otherwise their names are positions in `graph`.
+    Args:
+        graph: The graph of the device.
+        is_alone: Whether no other device shares the program. Its lowered nodes then keep the names of `graph`.
+            Otherwise their names are the positions of the nodes in `graph`, and are translated back.
+        shortened: The shortened graph, or None.
     """
     if shortened is None or is_alone:
         return None if shortened is None else DeviceRepetitions(shortened)

@@ -29,9 +29,11 @@ from .strides import StridedView
 class ExecutionOrder:
     """The nodes of a graph in execution order, and the states that are updated in place.
 
-    - `inplace_states` maps a result to the state that gives it its memory.
-    - `overwritten_values` maps such a result to the value that it overwrites: the state, or an earlier result there.
-    - `copied_states` maps a state to the value that is copied into it at the end.
+    - `nodes`: all nodes, in execution order.
+    - `inplace_states` maps a result to the state in memory of which it is written.
+    - `overwritten_values` maps each of these results to the value that it overwrites. This is the state, or an earlier
+      result in the memory of the state.
+    - `copied_states` maps a state to its new value, which is copied into the state at the end of the run.
     """
 
     nodes: tuple[Node, ...]
@@ -40,11 +42,13 @@ class ExecutionOrder:
     copied_states: Mapping[Value, Value]
 
     def can_run_in_order(self, nodes: Iterable[Node], views: Mapping[Value, StridedView]) -> bool:
-        """Return whether the nodes can run in another order with the same results and the same in-place updates.
+        """Return whether the nodes may run in another given order, with the same results and the same in-place updates.
+
+        The other order must meet three conditions:
 
         - Each node follows the nodes that it reads.
         - No node reads a state after it is overwritten.
-        - Collectives keep their sequence.
+        - Collectives run by ascending sequence number.
 
         Args:
             nodes: All nodes that compute, in the other order.
@@ -72,15 +76,16 @@ def choose_execution_order(
 ) -> ExecutionOrder:
     """Choose an execution order of the nodes in which as many states as possible are updated in place.
 
-    A node may write the memory of a state if the stored dtypes are equal and all other readers can run before it. If
-    that would be a cycle, the new value gets its own memory and is copied at the end, which is slower. A state that
-    is changed several times in a run is changed in place each time, if all changes can be.
+    A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of the
+    state can run before the node. If this would be a cycle, the new value gets its own memory and is copied into the state
+    at the end, which is slower. A state that several nodes of a run change is changed in place by all of them, if
+    possible.
 
     Args:
         graph: The graph with dense copies.
         views: The strided view of each value.
-        stored_spec_of: Returns the stored spec of a value.
-        prefers_overlap: Place nodes that can overlap a collective directly after it.
+        stored_spec_of: Returns the spec (shape and dtype) in which the backend stores a value.
+        prefers_overlap: Whether each collective comes early, so that independent nodes can run at the same time.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -126,10 +131,16 @@ def choose_execution_order(
 def _list_inplace_update_chains(
     state: Value, new_state: Value, views: Mapping[Value, StridedView], lasting_values: Container[Value]
 ) -> Iterator[Sequence[Value]]:
-    """List chains of results that may be written one after the other into the memory of a state, best chain first.
+    """Yield chains of values that may be written one over the other into the memory of a state, the best chain first.
 
-    The first chain has all results on the path to the new state that change the state in place, unless one is in
-    `lasting_values`. The last chain has only the state and the new value.
+    A chain begins with the state and ends with its new value. Each node between them updates the value before it in place.
+    The longest chains come first. The last chain has only the state and the new value.
+
+    Args:
+        state: The state.
+        new_state: The value that replaces it.
+        views: The strided view of each value.
+        lasting_values: Outputs and new states. They must not be overwritten, so a chain has none of them in the middle.
     """
     last = views[new_state].base
     line = [last]
@@ -144,15 +155,15 @@ def _list_inplace_update_chains(
 
 
 def add_required_copies(graph: Graph) -> Graph:
-    """Add the copies of outputs and new states that are required to read them after the run.
+    """Add copies to a graph, so that state updates cannot change outputs or other new states at the end of a run.
 
-    Copied are:
+    Three kinds of values are copied:
 
-    - a new state that is another leaf;
+    - a new state that is a leaf itself, such as another state;
     - an output that is the old value of an updated state;
-    - an output that is a quantised leaf, because its elements have no addresses.
+    - an output that is a quantised leaf, because strides cannot address its elements.
 
-    Afterwards no leaf is read after the last node. So state updates change neither each other nor an output.
+    Afterwards no leaf is read after the last node has run.
     """
 
     def base(value: Value) -> Node:
@@ -174,9 +185,9 @@ def add_required_copies(graph: Graph) -> Graph:
 
 
 def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
-    """Return whether the node of `result` can write the result over the memory of `overwritten_value`.
+    """Return whether a node may write `result` over the memory of `overwritten_value` while it computes.
 
-    The node can if it does not read `overwritten_value`, or reads it only as its in-place operand.
+    It may if the node does not read `overwritten_value`, or reads it only as an operand that its op declares as in-place.
     """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
@@ -195,14 +206,15 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether element i of a node's result needs only element i of operands with the same shape."""
+    """Return whether a node is elementwise: element i of its result needs only element i of operands of the same shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
 class _ExtraDependences:
-    """Dependences between nodes in addition to operands: each node maps to the nodes that must run before it.
+    """The dependences between nodes that operands do not show: for each node, other nodes that must run before it.
 
-    Collectives depend on the collective with the next lower sequence number.
+    At first, each collective depends on the collective with the next lower sequence number. `choose_execution_order` adds
+    the dependences of in-place updates.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -217,7 +229,7 @@ class _ExtraDependences:
             self.add_predecessors(second, [first])
 
     def add_predecessors(self, node: Node, predecessors: list[Node]) -> None:
-        """Add predecessors of a node: `node` must run after all of `predecessors`."""
+        """Require that `node` runs after all of `predecessors`."""
         self.extra_predecessors[node] += predecessors
         if any(self.node_positions[n] > self.node_positions[node] for n in predecessors):
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
@@ -245,16 +257,20 @@ class _ExtraDependences:
 def _order_nodes_by_dependences(
     graph: Graph, extra_predecessors: Mapping[Node, list[Node]], *, collectives_first: bool = False
 ) -> tuple[Node, ...]:
-    """Order the nodes for execution: each follows its operands and its extra predecessors.
+    """Order the nodes for execution, so that each node follows its operands and its extra predecessors.
 
-    - A writer of a state follows the readers of the old state.
-    - A node that only a new state needs directly follows the last value that it reads, so that less memory is needed.
-    - A value is sent at once, because another device waits for it.
-    - Nodes that depend on a message come last.
-    - With `collectives_first`, a collective precedes nodes that only the next collective needs.
+    - A node that writes over a state follows the readers of the old state.
+    - A node that is needed only for a new state follows directly the last value that it reads, to save memory.
+    - A `send` comes as early as possible, because another device waits for it.
+    - Nodes that depend on a received message come last.
+
+    Args:
+        graph: The graph.
+        extra_predecessors: The nodes that must run before a node in addition to its operands, by node.
+        collectives_first: Whether a collective precedes nodes that are needed only by the next collective.
 
     Raises:
-        PlanError: The numbers of collectives contradict the dependences between them.
+        PlanError: The sequence numbers of collectives contradict the dependences between them.
     """
     done: dict[Node, None] = {}
     begun: set[Node] = set()
@@ -283,7 +299,10 @@ def _order_nodes_by_dependences(
 
 
 def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
-    """Order the nodes of a graph by the last message on which each depends; nodes without a message come first."""
+    """Sort the nodes by the sequence number of the last message (`receive`) on which each depends.
+
+    Nodes that depend on no message come first.
+    """
     nodes = order_updates_after_operands(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
@@ -294,7 +313,7 @@ def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
 
 
 def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Move each collective directly after its operands, so that independent nodes can overlap it.
+    """Move each collective directly after the nodes that it needs, so that independent nodes can run while it communicates.
 
     A `receive` keeps its position, because all later nodes wait for it.
     """

@@ -44,7 +44,10 @@ FusedGroups = dict[Hashable, Sequence[Sequence[int]]]
 
 
 def lower_graph(graph: Graph, backend: Backend, device: Device) -> tuple[Graph, Program]:
-    """Lower a graph for one device: return the graph with the copies that kernels need, and its program.
+    """Lower a graph to a program for one device.
+
+    Returns:
+        The graph with the copies that kernels need, and its program.
 
     Raises:
         PlanError: The device does not support a node.
@@ -61,15 +64,22 @@ def lower_with_state_saves(
     repetitions: DeviceRepetitions | None = None,
     fused_groups: FusedGroups | None = None,
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
-    """Lower a graph for one device, and return also the nodes that save and restore states, which are not in the graph.
+    """Lower a graph to a program for one device, with saves of the states that the program overwrites.
 
     Args:
         graph: The graph; the device supports all of its nodes.
         backend: The backend of the device.
         device: The device.
-        repetitions: The repetitions of the graph, if they may be unrolled.
+        repetitions: The repetitions of repeated layers in the graph; None unless the program will be unrolled.
         fused_groups: Known groups of nodes that the backend runs in one kernel. An entry is used if its order is
-            valid for this graph. Otherwise the backend is asked, and its answer is stored.
+            valid for this graph. Otherwise the backend is asked, and its answer is stored here.
+
+    Returns:
+        Three results:
+
+        - the graph with the copies that kernels need;
+        - its program;
+        - the nodes that save and restore states, which are not in the graph.
     """
     graph, views = insert_dense_copies(add_required_copies(graph), backend.reads_strided)
     order = choose_execution_order(
@@ -111,16 +121,20 @@ def require_device_support(graph: Graph, backend: Backend, device: Device) -> No
 
 
 def _select_node_groups(graph: Graph, node_number_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
-    """Select the nodes of a graph by their numbers, group by group."""
+    """Translate groups of node numbers into groups of nodes of a graph."""
     return [[graph.nodes[number] for number in group] for group in node_number_groups]
 
 
 def _split_groups_by_repetition(
     groups: Sequence[Sequence[Node]], repetition_of_node: Mapping[Node, int]
 ) -> Sequence[Sequence[Node]]:
-    """Split groups of nodes into groups of one repeated layer each, in the order of the layers.
+    """Split groups of nodes so that each has nodes of one repeated layer only, and order the groups by layer.
 
-    No node reads a result of a later repetition.
+    This keeps each node after its operands, because no node reads a result of a later repetition.
+
+    Args:
+        groups: The groups of nodes, in execution order.
+        repetition_of_node: The number of the repetition (occurrence of the repeated layer) of each node.
     """
     parted: dict[int, list[Sequence[Node]]] = defaultdict(list)
     for group in groups:
@@ -134,12 +148,12 @@ def _split_groups_by_repetition(
 
 @dataclass(frozen=True, slots=True)
 class _SharedMemorySlots:
-    """The values that share memory, and the last step at which each memory is read.
+    """The values that share memory with another value, and the steps until which each memory is needed.
 
-    - `slot_of`: maps a base value to the value that owns its memory, if another value does.
-    - `last_reading_step`: the last step that reads the memory of a value.
+    - `slot_of`: the owner of the memory of each value that shares memory; other values own their memory.
+    - `last_reading_step`: the last step that reads the memory of each value.
     - `step_by_node`: the step of each node.
-    - `overlap_end_by_node`: the last step that overlaps a collective.
+    - `overlap_end_by_node`: for each collective that overlaps other steps, the last of these steps.
     """
 
     slot_of: Mapping[Value, Value]
@@ -149,10 +163,18 @@ class _SharedMemorySlots:
 
 
 class _ProgramBuilder:
-    """The builder of one graph's program: the order of instructions, the buffers and the place of each value.
+    """The builder of the program of one graph: it decides instruction order, shared memory, buffers and offsets.
 
-    The backend may run the nodes of a group in `groups` in one kernel. So no node of a group writes memory that
-    another node of the group reads. With `is_roomy` no memory is reused, so only the graph limits the groups.
+    Args:
+        graph: The graph with dense copies.
+        backend: The backend of the device.
+        device: The device.
+        views: The strided view of each value.
+        order: The execution order, and the states that are updated in place.
+        repetitions: The repetitions of repeated layers; None unless the program will be unrolled.
+        groups: The groups of nodes that the backend may run in one kernel, in execution order. No node of a group
+            writes memory that another node of the group reads. Empty: each node is a group.
+        is_roomy: Whether no memory is reused. The backend then finds its groups without limits by shared memory.
     """
 
     def __init__(
@@ -193,7 +215,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_and_locations()
 
     def build_program(self) -> Program:
-        """Build the program: an instruction for each node, state saves before overwrites, and final state copies."""
+        """Build the program: an instruction for each node, saves of states before they are overwritten, and final state copies."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
@@ -216,13 +238,18 @@ class _ProgramBuilder:
         )
 
     def list_node_numbers_of_instructions(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """List the numbers of the nodes that groups of instructions compute, group by group."""
+        """Translate groups of instruction positions into groups of node numbers; instructions without a node are left out."""
         instructions = self.build_program().instructions
         numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
         return [group for group in numbers if group]
 
     def _build_undo_instruction(self, save: StateSave, save_instruction: Instruction) -> Instruction:
-        """Build the instruction that restores a state from a save, in order to undo a failed run."""
+        """Build the instruction that copies saved entries back into a state, in order to undo a failed run.
+
+        Args:
+            save: The save of the state.
+            save_instruction: The instruction that makes the save; its first operand is the state.
+        """
         (state, *_), back = save_instruction.src, self._build_instruction(save.restore_node)
         assert state is not None, "what is saved is there"
         return replace(back, dst=(state,))
@@ -241,9 +268,10 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- sharing
 
     def _assign_shared_memory_slots(self) -> _SharedMemorySlots:
-        """Assign shared memory slots: the results that reuse an operand's memory, and the last reader of each memory.
+        """Find the results that reuse the memory of another value, and the step at which each memory is read last.
 
-        Values that the rollback reads are needed until the end.
+        A result is written over an updated state, or over an in-place operand that no later node reads. Values that the undo
+        of a failed run reads are needed until the end.
         """
         step = {n: i for i, n in enumerate(self.ordered_nodes)}
         last_read: dict[Value, int] = {}
@@ -288,10 +316,10 @@ class _ProgramBuilder:
         return _SharedMemorySlots(slot_of, last_read, step, until)
 
     def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
-        """Find the last step that overlaps each overlapped collective.
+        """Return for each overlapped collective the last step that runs at the same time.
 
-        It precedes the first node that needs the result, and the next collective. Until this step, no instruction
-        writes the memory that the collective reads.
+        This step precedes the next collective and the first node that needs the result. Until its end, no instruction may
+        write the memory that the collective reads.
         """
         until: dict[Node, int] = {}
         for at, collective in enumerate(self.ordered_nodes):
@@ -313,9 +341,15 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Find the memory of an in-place operand that `result` can reuse; return the value that owns it, or None.
+        """Return the value with the memory that `result` can take over from an in-place operand; None if there is no such memory.
 
-        No other node, and no other operand of the node, may still need this memory.
+        The memory must be free: no other node, and no other operand of the node, may still need it.
+
+        Args:
+            result: The result of a node.
+            slot_of: The owner of the memory of each value that shares memory.
+            last_reading_step: The last step that reads the memory of each value.
+            step_by_node: The step of each node.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -348,7 +382,15 @@ class _ProgramBuilder:
     def _assign_buffers_and_locations(
         self,
     ) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
-        """Assign the buffers, the location (buffer, byte offset) of values with own memory, and the scratch tensors."""
+        """Place all values in memory.
+
+        Returns:
+            Three results:
+
+            - the buffers of the program;
+            - the location (buffer number, byte offset) of each value that owns its memory;
+            - the scratch tensor of each node that needs one.
+        """
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:
             last = self.memory_slots.last_reading_step.get(value, 0)
@@ -381,7 +423,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
-        """Build the arena: assign offsets to lifetimes, repeatable ones if the graph has repeated layers."""
+        """Lay out the arena for lifetimes; if the graph has repeated layers, by the rules for repeatable offsets."""
         return (
             assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
@@ -389,7 +431,10 @@ class _ProgramBuilder:
         )
 
     def _make_lifetime_of_whole_groups(self, nbytes: int, first_step: int, last_step: int) -> Lifetime:
-        """Make a lifetime that covers whole groups of nodes, from the first step's group to the last step's group."""
+        """Make a lifetime, extended to whole groups of nodes that may run in one kernel.
+
+        It begins at the first step of the group of `first_step`, and ends at the last step of the group of `last_step`.
+        """
         return Lifetime(
             nbytes,
             self.group_spans.get(first_step, (first_step, first_step))[0],

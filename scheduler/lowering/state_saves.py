@@ -22,9 +22,13 @@ from .strides import StridedView, apply_view, make_dense_view
 
 @dataclass(frozen=True, slots=True)
 class StateSave:
-    """A save of a state: `save_node` copies the state before `writer` overwrites it, and `restore_node` restores it.
+    """The save of one state before it is overwritten, from which a failed run can be undone.
 
-    A `writer` of None stands for the copies at the end. `views` has the views of values that are not in the graph.
+    - `state`: the state.
+    - `writer`: the node that overwrites the state; None for the state copies at the end of the run.
+    - `save_node`: copies the state, or its changed rows, before `writer` runs.
+    - `restore_node`: copies them back.
+    - `views`: the strided views of the new values, which are not in the graph.
     """
 
     state: Value
@@ -37,9 +41,10 @@ class StateSave:
 def build_state_saves(
     order: ExecutionOrder, views: Mapping[Value, StridedView], backend: Backend, device: Device
 ) -> tuple[StateSave, ...]:
-    """Build a save of each state that a run changes, so that a failed run can be undone.
+    """Build the saves of all states that a run changes, so that a failed run can be undone.
 
-    The save has only the changed rows where possible, else the whole state.
+    A save has only the rows that change, if the op declares them and the device can copy them. Otherwise it has the whole
+    state.
 
     Args:
         order: The nodes in execution order, and the states that they overwrite.
@@ -58,12 +63,12 @@ def build_state_saves(
 
 
 def _make_whole_state_save(writer_node: Node | None, state: Value, earlier_result: Value | None = None) -> StateSave:
-    """Make a save of the whole state.
+    """Make a save of all entries of a state.
 
     Args:
-        writer_node: The node that overwrites the state; None for the copies at the end.
+        writer_node: The node that overwrites the state; None for the state copies at the end of the run.
         state: The state.
-        earlier_result: The value that is in the memory of the state before the node, if it is not the old state.
+        earlier_result: The value that an earlier node wrote over the state; None if the state is still the old one.
     """
     saved_value = cont(state if earlier_result is None else earlier_result)
     back = cont(saved_value)
@@ -84,9 +89,17 @@ def _make_changed_rows_save(
     backend: Backend,
     device: Device,
 ) -> StateSave | None:
-    """Make a save of the rows of `state` that `new_state` changes.
+    """Make a save of only the rows of `state` that change; None if the whole state must be saved.
 
-    Returns None if all rows may change, or if the rows or their numbers cannot be saved.
+    The result is None if all rows may change, or if the device cannot save the rows or their numbers.
+
+    Args:
+        new_state: The value that is written over the state.
+        state: The state.
+        order: The execution order, with the overwritten values.
+        views: The strided view of each value.
+        backend: The backend of the device.
+        device: The device.
     """
     rows = _find_changed_rows(new_state, order.overwritten_values[new_state], views)
     if rows is None:
@@ -119,7 +132,7 @@ def _make_changed_rows_save(
 def _find_changed_rows(
     new_state: Value, state: Value, views: Mapping[Value, StridedView]
 ) -> tuple[Value, Value] | None:
-    """Find the rows of a state that a new state changes; None if the op does not declare them.
+    """Find the rows of a state that a new state changes; None if the op does not declare that it changes only some rows.
 
     Returns:
         `state` as a table ``[..., rows, width]``, and the numbers of the changed rows.
@@ -142,6 +155,6 @@ def _find_changed_rows(
 
 
 def _is_saved_losslessly(state: Value, saved_value: Value, backend: Backend) -> bool:
-    """Return whether the dtype of a save can hold every number of the state without loss."""
+    """Return whether the stored dtype of the saved value can represent every number of the state."""
     was, now = (backend.storage_spec(value.spec, find_storage_kind(value)).dtype for value in (state, saved_value))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

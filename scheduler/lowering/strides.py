@@ -19,7 +19,10 @@ from ...ops import REGISTRY, cont, op_of
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A view of the value `base`: its elements at an offset, with a shape and strides, all counted in elements."""
+    """A strided view of the memory of the value `base`.
+
+    Offset and strides count elements, not bytes.
+    """
 
     base: Value
     offset: int
@@ -33,7 +36,7 @@ class StridedView:
 
     @property
     def covers_base(self) -> bool:
-        """Whether the view covers its base value: it has all elements of `base`, in order."""
+        """Whether the view has all elements of `base` in the order of memory; its shape may differ."""
         return self.offset == 0 and self.is_dense and math.prod(self.shape) == self.base.spec.size
 
 
@@ -46,14 +49,15 @@ def _has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool
 
 
 def make_dense_view(value: Value) -> StridedView:
-    """Make the view of a value that is dense and has the value itself as its base."""
+    """Return the trivial view of a value that owns its memory: offset 0 and row-major strides."""
     return StridedView(value, 0, value.shape, contiguous_strides(value.shape))
 
 
 def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
-    """Apply a view node, such as a transpose, to the view of its operand; return None if strides cannot describe it.
+    """Compute the offset, shape and strides of a view node, such as a transpose, from the view of its operand.
 
-    For example, the reshape of a permuted array has no strides.
+    Returns:
+        The view of the same base; None if strides cannot describe it, such as the reshape of a permuted array.
     """
     seen = _compute_strided_view_geometry(node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides)
     return None if seen is None else StridedView(source_view.base, source_view.offset + seen[0], *seen[1:])
@@ -87,16 +91,16 @@ def _compute_strided_view_geometry(
 def insert_dense_copies(
     graph: Graph, reads_strided: Callable[[Node, int], bool]
 ) -> tuple[Graph, Mapping[Value, StridedView]]:
-    """Insert a dense copy (`cont`) before each operand with strides that the kernel, or a reshape, cannot read.
+    """Insert a dense copy (a `cont` node) before each operand with strides that its reader cannot handle.
 
-    One copy serves all readers.
+    The reader is a kernel, or a reshape of an array that is not dense. One copy serves all readers.
 
     Args:
         graph: The graph.
-        reads_strided: Returns whether the kernel of a node reads an operand, by position, with any strides.
+        reads_strided: Returns whether the kernel of a node accepts any strides for the operand at a position.
 
     Returns:
-        The graph, and each of its values as a view of the value that owns the memory.
+        The graph with copies, and each of its values as a view of the value that owns the memory.
     """
     views: dict[Value, StridedView] = {}
     copies: dict[Value, Value] = {}

@@ -25,9 +25,9 @@ The memory of a kernel does not depend on them, except on the order of the numbe
 
 
 def make_structural_key(graph: Graph) -> Hashable:
-    """Make a key of a graph that is equal for structurally equal graphs only.
+    """Return a dictionary key that is equal for two graphs only if they are structurally equal.
 
-    Structurally equal graphs differ only in names, devices, and the sequence numbers of collectives.
+    Structurally equal graphs may differ in names, devices, and the sequence numbers of collectives, but in nothing else.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -42,9 +42,10 @@ def make_structural_key(graph: Graph) -> Hashable:
 
 
 def make_size_class_key(graph: Graph) -> Hashable:
-    """Make a key that is equal for graphs with the same ops, operands, dtypes and size class of each axis.
+    """Return a dictionary key that is equal for graphs for which a backend chooses the same kernels.
 
-    The size classes are 0, 1 and larger. Backends choose kernels by size class, and an empty result has no kernel.
+    The graphs have the same ops, operands and dtypes, and each axis has the same size class: 0, 1 or larger. Larger sizes
+    do not change the kernel. An empty result has no kernel.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -58,16 +59,16 @@ def make_size_class_key(graph: Graph) -> Hashable:
 
 
 def make_names_and_collectives_key(graph: Graph) -> Hashable:
-    """Make a key of a graph's names and collective attributes, which the structural key leaves out.
+    """Return a dictionary key of a graph's leaf names, output names and collective attributes.
 
-    Two graphs with equal structural keys and equal keys of this kind have the same program.
+    The structural key leaves them out. Two graphs for which both keys are equal have the same program.
     """
     collective_attributes = tuple(tuple(n.attrs.items()) for n in graph.nodes if n.op in COLLECTIVES)
     return tuple(n.name for n in graph.nodes if n.is_leaf), collective_attributes, tuple(graph.outputs)
 
 
 def make_program_key(program: Program) -> Hashable:
-    """Make a key that is equal for programs with the same kernels on the same bytes; names do not count."""
+    """Return a dictionary key that is equal for programs that run the same kernels on the same bytes under any names."""
     steps = [
         (i.op, i.src, i.dst, _list_attrs_for_structural_key(i.op, i.attrs), i.scratch, i.index)
         for i in program.instructions
@@ -78,7 +79,10 @@ def make_program_key(program: Program) -> Hashable:
 
 
 def _list_attrs_for_structural_key(op: str, attrs: Attrs) -> tuple[Hashable, ...]:
-    """List the attributes of a node that enter the structural key; partners and numbers of collectives do not."""
+    """List the attributes of a node that count for structural equality.
+
+    For a collective, its sequence number and its devices are left out.
+    """
     return (
         tuple([item for item in attrs.items() if item[0] not in COMMUNICATION_ATTRS])
         if op in COLLECTIVES
@@ -87,7 +91,10 @@ def _list_attrs_for_structural_key(op: str, attrs: Attrs) -> tuple[Hashable, ...
 
 
 def with_numbered_names(graph: Graph) -> Graph:
-    """Return the graph with numbers as names: each node has its position, each output its number."""
+    """Return a copy of the graph in which each node is named by its position, and each output by its number.
+
+    Structurally equal graphs become equal except for collective attributes.
+    """
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):
         became[node] = Node(node.op, _replace_operands(node, became), node.attrs, node.specs, str(at)).results
@@ -95,12 +102,17 @@ def with_numbered_names(graph: Graph) -> Graph:
 
 
 def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) -> tuple[Graph, Program]:
-    """Return a lowered graph and its program with the names and the collectives of another, structurally equal graph.
+    """Rename a lowered graph and its program for another, structurally equal graph.
+
+    The result has the names, the sequence numbers and the devices of collectives of this graph.
 
     Args:
-        lowered_graph: The lowered graph, with numbers as names (`with_numbered_names`).
+        lowered_graph: The lowered graph with node positions as names, made from `with_numbered_names`.
         program: The program of `lowered_graph`.
-        graph: The graph with the names to restore. It is structurally equal to the graph that was lowered.
+        graph: The graph that gives the names. It is structurally equal to the graph that was lowered.
+
+    Returns:
+        The renamed lowered graph and its renamed program.
     """
     became: dict[Node, tuple[Value, ...]] = {}
     for node in lowered_graph.nodes:
@@ -132,14 +144,25 @@ def restore_graph_names(lowered_graph: Graph, program: Program, graph: Graph) ->
 
 
 def _replace_operands(node: Node, replacements: dict[Node, tuple[Value, ...]]) -> tuple[Value | None, ...]:
-    """Return the operands of a node, each replaced by the value that stands for it in `replacements`."""
+    """Return the operands of a node, each replaced by the new value in `replacements`.
+
+    Args:
+        node: The node.
+        replacements: The new results of each old node.
+    """
     return tuple([None if s is None else replacements[s.node][s.index] for s in node.src])
 
 
 def _rebuild_graph_with_replacements(
     graph: Graph, replacements: dict[Node, tuple[Value, ...]], output_names: list[str]
 ) -> Graph:
-    """Rebuild a graph with replaced nodes: the same outputs and state updates, in terms of the replacing results."""
+    """Rebuild a graph from replaced nodes: outputs and state updates refer to the values that replace the old ones.
+
+    Args:
+        graph: The old graph.
+        replacements: The new results of each old node.
+        output_names: The names of the outputs of the new graph.
+    """
     values = [replacements[v.node][v.index] for v in graph.outputs.values()]
     updates = {
         replacements[old.node][old.index]: replacements[new.node][new.index] for old, new in graph.updates.items()

@@ -27,12 +27,12 @@ ARENA_BUFFER = 0
 
 
 def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) -> tuple[Graph, Program]:
-    """Unroll a device's graph and program with few repeated layers to all layers of the deep graph.
+    """Build a device's graph and program with all repeated layers from its graph and program with few of them.
 
     Args:
-        graph: The part of the short graph on the device.
+        graph: The device's part of the short graph.
         program: The program of `graph`.
-        shortened: The short graph, the deep graph and their repetitions.
+        shortened: The short graph, the full ("deep") graph, and the repetitions of both.
     """
     unroller = _Unroller(graph, shortened)
     long = unroller.build_unrolled_graph()
@@ -42,13 +42,16 @@ def unroll_program(graph: Graph, program: Program, shortened: ShortenedGraph) ->
 def unroll_kernel_calls(
     graph: Graph, program: Program, shortened: ShortenedGraph, short_calls: Sequence[KernelCall]
 ) -> Sequence[KernelCall] | None:
-    """Unroll the kernel calls of a program with few repeated layers; None if one call belongs to two repetitions.
+    """Derive the kernel calls of the unrolled program from the kernel calls of the program with few repeated layers.
 
     Args:
-        graph: The part of the short graph on the device.
+        graph: The device's part of the short graph.
         program: The program of `graph`.
-        shortened: The short graph, the deep graph and their repetitions.
+        shortened: The short graph, the full ("deep") graph, and the repetitions of both.
         short_calls: The kernel calls of `program`.
+
+    Returns:
+        The kernel calls; None if one call computes instructions of two repetitions.
     """
     kinds = find_repetition_kinds_of_instructions(graph, program, shortened)
     own: dict[int, list[KernelCall]] = defaultdict(list)
@@ -68,9 +71,10 @@ def unroll_kernel_calls(
 
 
 class _Unroller:
-    """Unrolls one device's graph: each repeated layer of the short graph becomes many layers of the deep graph.
+    """Builds the full ("deep") graph and program of one device from its short ones, by copying repeated layers.
 
-    `nodes_by_repetition` maps nodes of the short graph to nodes of each repetition.
+    - `kind_by_node`: the repetition of the short graph, called kind, of each of its nodes.
+    - `nodes_by_repetition`: for each repetition of the deep graph, its node for each node of the short graph.
     """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
@@ -87,7 +91,7 @@ class _Unroller:
     # ------------------------------------------------------------------------------------------------- the graph
 
     def build_unrolled_graph(self) -> Graph:
-        """Build the unrolled graph of the device, with all repeated layers."""
+        """Build the graph of the device with all repeated layers, and record the new nodes in `nodes_by_repetition`."""
         first_sequence = min((number for numbers in self.collectives_by_kind.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
         for run, kind in self.shortened_graph.deep_and_short_repetitions:
@@ -123,13 +127,15 @@ class _Unroller:
     def _find_deep_operand_node(
         self, source: Value, repetition: int, kind: int, carried: Mapping[tuple[int, str], Node]
     ) -> Node:
-        """Find the deep graph's node that a repetition reads where the short graph's node reads `source`.
+        """Find the node of the full ("deep") graph that replaces an operand of the short graph in one repetition.
+
+        The node is in the same repetition, in the repetition before (a carried value), or before all repetitions.
 
         Args:
-            source: The value that the node of the short graph reads.
-            repetition: The repetition of the reader.
-            kind: The repetition of the short graph that stands for it.
-            carried: The nodes that the repetition before carries to this one, by key.
+            source: The operand in the short graph.
+            repetition: The repetition of the reader in the deep graph.
+            kind: The repetition of the short graph from which it is copied.
+            carried: The nodes that the repetition before passes to this one, by key (position, name ending).
         """
         if self.kind_by_node[source.node] == kind:
             return self.nodes_by_repetition[repetition][source.node]
@@ -137,7 +143,7 @@ class _Unroller:
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Make the key (position, name ending) of a value that is carried to a repetition; None for other values."""
+        """Return the key (position, name ending) of a value that one repetition passes to the next; None for other values."""
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
         return None if place is None else (place, ending)
@@ -145,7 +151,12 @@ class _Unroller:
     # ----------------------------------------------------------------------------------------------- the program
 
     def build_unrolled_program(self, graph: Graph, program: Program) -> Program:
-        """Build the program of the unrolled `graph` from the program of the short graph."""
+        """Build the program of the unrolled graph from the program of the short graph.
+
+        Args:
+            graph: The unrolled graph of the device, from `build_unrolled_graph`.
+            program: The program of the short graph.
+        """
         called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
         start, sizes = count_state_save_bytes_by_kind(program, self.shortened_graph)
         backs = dict(program.undo)
@@ -190,12 +201,21 @@ class _Unroller:
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _rename_buffer_for_repetition(self, buffer: BufferSpec, repetition: int, kind: int) -> BufferSpec:
-        """Rename the buffer of a leaf for a repetition: return it with the name of the leaf in this repetition."""
+        """Return the buffer of a leaf with the name that the leaf has in a repetition of the deep graph.
+
+        Args:
+            buffer: The buffer in the short program.
+            repetition: The repetition of the deep graph.
+            kind: The repetition of the short graph from which it is copied.
+        """
         name = self.shortened_graph.deep_name_in_repetition(buffer.name, repetition, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _find_deep_leaf_name(self, name: str) -> str:
-        """Find the name in the deep graph of a leaf that is before or after all repetitions."""
+        """Translate the name of a leaf outside all repetitions from the short graph to the deep graph.
+
+        Leaves before the repetitions keep their numbers. Leaves after them are numbered as part of the last repetition.
+        """
         kind = self.shortened_graph.short_repetition_of_name(name)
         return self.shortened_graph.deep_name_in_repetition(
             name, PREAMBLE if kind == PREAMBLE else self.shortened_graph.deep_repetitions.count, kind
@@ -204,10 +224,11 @@ class _Unroller:
 
 @dataclass(frozen=True, slots=True)
 class _RepetitionRelocation:
-    """The relocation of tensors from a repetition of the short program to a repetition of the unrolled program.
+    """The translation of buffers and arena offsets from the short program to one repetition of the unrolled program.
 
-    `buffer_numbers` maps buffers of the short program to buffers of the repetition. Arena offsets from
-    `shifted_from_byte` on grow by `shift_bytes`.
+    - `buffer_numbers`: the buffer of the repetition for each buffer of the short program.
+    - `shifted_from_byte`, `shift_bytes`: arena offsets from the first of these on are increased by the second. These are
+      the offsets of state saves.
     """
 
     buffer_numbers: Mapping[int, int]
@@ -215,7 +236,7 @@ class _RepetitionRelocation:
     shift_bytes: int
 
     def relocate_tensor(self, tensor: Tensor) -> Tensor:
-        """Relocate a tensor of the short program to the buffer and the offset of the repetition."""
+        """Return a tensor of the short program with the buffer and the offset that it has in the repetition."""
         if tensor.buffer != ARENA_BUFFER:
             return Tensor(self.buffer_numbers[tensor.buffer], tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
         if not self.shift_bytes or tensor.offset < self.shifted_from_byte:
@@ -223,7 +244,14 @@ class _RepetitionRelocation:
         return Tensor(ARENA_BUFFER, tensor.offset + self.shift_bytes, tensor.shape, tensor.strides, tensor.dtype)
 
     def relocate_instruction(self, instruction: Instruction, name: str, attrs: Attrs, index: int = -1) -> Instruction:
-        """Relocate an instruction of the short program to the repetition, with a new name and attributes."""
+        """Return an instruction of the short program with the buffers and offsets that it has in the repetition.
+
+        Args:
+            instruction: The instruction of the short program.
+            name: The new name of its node.
+            attrs: The new attributes.
+            index: The position of its node in the unrolled graph; -1 for an instruction without a node.
+        """
         src = tuple([None if t is None else self.relocate_tensor(t) for t in instruction.src])
         scratch = None if instruction.scratch is None else self.relocate_tensor(instruction.scratch)
         return Instruction(
@@ -232,7 +260,11 @@ class _RepetitionRelocation:
 
 
 def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
-    """Count the bytes of the state saves of each kind of repeated layer; return also the offset where saves begin."""
+    """Count the bytes of state saves in each repetition of the short graph, and find the arena offset where they begin.
+
+    Returns:
+        The arena offset of the first state save, and the bytes by repetition.
+    """
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA_BUFFER].nbytes]
     for at in sorted(program.save_positions):
@@ -247,7 +279,7 @@ def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) 
 
 
 def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Find the kind of repeated layer to which each instruction of a short program belongs."""
+    """Return for each instruction of a short program the repetition of the short graph (the kind) to which it belongs."""
     kinds = shortened.short_repetition_by_node(graph)
     return [
         shortened.short_repetition_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]]
