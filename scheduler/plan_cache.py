@@ -62,7 +62,7 @@ def plan_with_cache(
     host: HostOffload | None = None,
     use: Workload | None = None,
 ) -> Plan:
-    """Plan a graph with the plan cache: return the plan of `plan_for_group`, stored by an earlier process if possible.
+    """Return the plan that `plan_for_group` makes, from the cache if an earlier process stored it there.
 
     Args:
         graph: The graph to plan.
@@ -119,7 +119,7 @@ def plan_with_cache(
 
 
 def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
-    """Return the plan with programs that are named after its cache file, so that backends can cache bindings."""
+    """Return the plan with programs named after its cache file, as keys under which backends can cache bindings."""
     first_equal = find_first_devices_with_same_program(plan.device_plans)
     programs = {first: replace(plan.device_plans[first].program) for first in first_equal}
     for first, program in programs.items():
@@ -132,9 +132,9 @@ def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
 
 
 def _is_plan_cacheable(graph: Graph, group: Devices) -> bool:
-    """Return whether a plan depends only on the source of hocket, the devices and the options.
+    """Return whether a plan may be cached: all its backends and ops must be part of hocket.
 
-    Only such a plan may be cached. Backends and ops from outside hocket rule it out, because their source may change.
+    The source of other backends and ops may change unnoticed. The plan would then be outdated.
     """
     return all(isinstance(b, SupportsPlanCache) and _is_builtin_backend(type(b)) for b, _ in group) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
@@ -146,7 +146,7 @@ def _is_builtin_backend(kind: type) -> bool:
 
 
 def _build_earlier_plan_key(earlier_plan: Plan) -> object:
-    """Build the cache key of an earlier plan, with the parts that a plan of the same layouts depends on."""
+    """Return the part of a cache key that identifies an earlier plan with layouts that the new plan must keep."""
     return (
         [*earlier_plan.leaves.items()],
         sorted(earlier_plan.sharded_factors),
@@ -156,7 +156,7 @@ def _build_earlier_plan_key(earlier_plan: Plan) -> object:
 
 
 def _build_workload_key(workload: Workload) -> object:
-    """Build the cache key of a workload from its text and its graphs.
+    """Return the part of a cache key that identifies a workload: its text and its graphs.
 
     The text alone is not enough, because workloads of equal text may have different graphs.
     """
@@ -175,10 +175,10 @@ def _compute_cache_path(graph: Graph, asked: Devices, options: object) -> Path:
 
 
 def _list_planner_source_files() -> list[tuple[str, int, int]]:
-    """List the source files that plans depend on, to detect that a cached plan is outdated.
+    """Return path, byte size and modification time of each source file that plans depend on.
 
-    Returns the path, the size in bytes and the modification time of each file. Python uses the same data to find out
-    whether a compiled file is current.
+    If one of them differs, a cached plan is outdated. Python uses the same data to find out whether a compiled file is
+    current.
     """
     files = sorted(file for folder in PLAN_SOURCE_FOLDERS for file in PACKAGE_FOLDER.glob(f"{folder}/*.py"))
     return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
@@ -188,7 +188,7 @@ def _list_planner_source_files() -> list[tuple[str, int, int]]:
 
 
 def _serialise_plan(plan: Plan, group: Devices) -> bytes:
-    """Serialise a plan as JSON bytes for the cache, without the device graphs that equal the user's graph."""
+    """Return a plan as JSON bytes for the cache; device graphs that equal the user's graph are left out."""
     own, numbers = _build_graph_key(plan.graph), {str(device): number for number, (_, device) in enumerate(group)}
     first_equal = find_first_devices_with_same_program(plan.device_plans)
     document = {
@@ -243,8 +243,8 @@ def _deserialise_plan(data: bytes, graph: Graph, asked: Devices) -> Plan:
 
 
 def _build_graph_key(graph: Graph) -> tuple[object, ...]:
-    """Build the cache key of a graph: its digest, its node names and the order of its outputs.
+    """Return the part of a cache key that identifies a graph: its digest, its node names and the order of its outputs.
 
-    A plan in the cache may serve another graph only if all three are equal.
+    A cached plan is used for another graph only if all three are equal.
     """
     return graph.digest(), tuple(node.name for node in graph.nodes), tuple(graph.outputs)

@@ -32,7 +32,7 @@ UNUSABLE_FILE_MESSAGE = (
 
 
 def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hardware:
-    """Choose the speeds of a device group: the calibrated (saved) speeds, or the built-in speeds without a calibration.
+    """Return the calibrated (saved) speeds of a device group for a graph; without a calibration the built-in speeds.
 
     A group with devices of several processes has the built-in speeds here, because all processes need equal speeds.
     """
@@ -48,11 +48,11 @@ def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hard
 
 
 def scale_built_in_hardware(group: Devices) -> Hardware:
-    """Scale the built-in speeds by the threads of the devices in a group.
+    """Return the built-in speeds, scaled by the thread count of the devices in a group.
 
     `DEFAULT_HARDWARE` is one device with all processors of a machine. Virtual devices share the processors and the
-    memory of their machine. The speed of a device is proportional to its threads. All devices of a group have the speed
-    of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
+    memory of their machine, so the speed of a device is proportional to its threads. All devices of a group have the
+    speed of the device with the fewest threads. Devices without a thread count have the speeds of `DEFAULT_HARDWARE`.
     """
     threads = [backend.threads for backend, _ in group if isinstance(backend, SupportsThreads)]
     if not threads or len(threads) < len(group):
@@ -67,9 +67,9 @@ def scale_built_in_hardware(group: Devices) -> Hardware:
 
 
 def find_saved_speeds(group: Devices) -> Speeds | None:
-    """Find the saved speeds of this machine for a device group, or None.
+    """Return the speeds that a calibration on this machine saved for a device group, or None.
 
-    The result does not depend on the processes that have the devices.
+    It does not matter which processes have the devices.
     """
     file = make_saved_speeds_path()
     if not file.exists():
@@ -82,7 +82,7 @@ def find_saved_speeds(group: Devices) -> Speeds | None:
 
 
 def describe_speed_source(hardware: Hardware) -> str:
-    """Describe where the speeds of a plan come from.
+    """Return a text that says where the speeds of a plan come from, such as a calibration or a data sheet.
 
     For built-in speeds the text includes a hint how to measure them.
     """
@@ -92,7 +92,7 @@ def describe_speed_source(hardware: Hardware) -> str:
 
 
 def describe_calibration_date() -> str:
-    """Return ``calibrated`` and the day of the calibration that saved the speeds, as text for `Hardware.source`."""
+    """Return ``calibrated`` with the day on which the speeds were saved; plans store it as `Hardware.source`."""
     with suppress(ValueError, AttributeError):
         return (
             f"calibrated {json.loads(read_cached(make_saved_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
@@ -101,9 +101,9 @@ def describe_calibration_date() -> str:
 
 
 def format_saved_speeds_key(group: Devices) -> str:
-    """Return the key of a device group for its saved speeds: the kind and the settings of each device.
+    """Return the key under which the speeds of a device group are saved: the kind and the settings of each device.
 
-    Groups of equal speed have equal keys.
+    Groups that are equally fast have equal keys.
     """
     return ", ".join(
         sorted(f"{d.kind} with {b.describe_settings() if isinstance(b, SupportsPlanCache) else '-'}" for b, d in group)
@@ -116,10 +116,10 @@ def make_saved_speeds_path() -> Path:
 
 
 def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
-    """Write the speeds of device groups to the file of saved speeds, and return its path. The old file is replaced.
+    """Save the speeds of device groups in the file of this machine, which is replaced; return its path.
 
     Args:
-        speeds_by_key: The speeds by `format_saved_speeds_key`.
+        speeds_by_key: The speeds of each device group, by `format_saved_speeds_key`.
         note: A text that plans name, with the date, as the source of the speeds.
     """
     day = f"{date.today()}{note and ', '}{note}"
@@ -134,7 +134,7 @@ def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
 
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:
-    """Read the saved speeds of all device groups by key, or return None if the file is unusable.
+    """Read the saved speeds of all device groups, by key; return None if the file is unusable.
 
     A file is unusable if it is damaged, or if another processor or another version of hocket wrote it.
     """
@@ -150,18 +150,15 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 
 def speeds_to_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
-    """Convert `speeds` to a dict from field name to value, which is valid JSON.
-
-    The dict is also valid as keyword arguments of `Speeds`.
-    """
+    """Convert `speeds` to a dict of its fields, which can be written as JSON and passed to ``Speeds(**data)``."""
     figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
     return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
 def _is_valid_speeds(s: Speeds) -> bool:
-    """Return whether speeds from a file are valid.
+    """Return whether all figures of speeds from a file are in range.
 
-    All figures must be in range. The sizes, in bytes, for which the share in caches was measured must ascend.
+    The byte counts for which the cached share was measured must also ascend.
     """
     # speeds by dtype are checked as speeds by op
     each = replace(s.weight_independent_hardware, op_flops=s.flops, op_bandwidth=s.bandwidth)
@@ -177,7 +174,10 @@ def _is_valid_speeds(s: Speeds) -> bool:
 
 @cache
 def _describe_version_and_processors() -> str:
-    """Return a text that identifies this version of hocket together with the processors of this machine."""
+    """Return a text that identifies this version of hocket and the processors of this machine.
+
+    Saved speeds with another text are unusable.
+    """
     version = import_module(__name__.partition(".")[0]).__version__
     model = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -188,5 +188,5 @@ def _describe_version_and_processors() -> str:
 
 @cache
 def _warn_of_unusable_file(file: str) -> None:
-    """Warn that the file of saved speeds is unusable, once in each process."""
+    """Log a warning that the file of saved speeds is unusable; each file is named once in each process."""
     log.warning(UNUSABLE_FILE_MESSAGE, file)

@@ -26,7 +26,8 @@ class DataSheet:
         capability: The compute capability (``90``) or the architecture (``gfx942``) of a GPU; empty otherwise.
         backend: The backend that runs on a real GPU of this kind.
         launch: Seconds to launch one kernel.
-        like: A built-in kind of device on which kernels reach the same shares of the data sheet; empty for none.
+        like: A built-in kind of device for which kernel speeds are predicted. Kernels are assumed to reach the same
+            fractions of the peak speeds on this kind. Empty if the predictions are for this kind itself.
     """
 
     flops: float
@@ -41,7 +42,7 @@ class DataSheet:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """The speeds of one kind of link: seconds until a message arrives, and bytes/s in one direction."""
+    """The speeds of one kind of link: latency in seconds, and bandwidth in bytes/s in one direction."""
 
     latency: float
     bandwidth: float
@@ -49,7 +50,7 @@ class LinkSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """A catalogue of the known kinds of devices and links, by name."""
+    """The known kinds of devices and of links, by name."""
 
     data_sheets: Mapping[str, DataSheet]
     links: Mapping[str, LinkSpeeds]

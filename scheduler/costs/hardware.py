@@ -39,7 +39,7 @@ BUILT_IN_SOURCE = "built in"
 
 
 class WorkEstimate(NamedTuple):
-    """The work of one op call: its FLOPs and bytes.
+    """The amount of work in one execution of a node: FLOPs and bytes, with the classes that select a speed.
 
     Attributes:
         flops: Floating-point operations.
@@ -100,7 +100,7 @@ class Hardware:
 
     @property
     def solo_hardware(self) -> Hardware:
-        """The hardware model of one device that works while all other devices are idle."""
+        """The speeds of one device while all others are idle, so that shared processors and memory serve it alone."""
         if self.alone_flops == self.alone_bandwidth == 1.0:
             return self
         return replace(
@@ -119,11 +119,11 @@ class Hardware:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all speeds are valid: every figure is finite and in its range.
+        """Whether every figure is finite and in its range.
 
-        Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. A device is never slower
-        while the others are idle, so `alone_flops` and `alone_bandwidth` are at least 1. `machine` is an integer of at
-        least 0.
+        Speeds are positive. Latencies, launch seconds and optional speeds are at least 0. `alone_flops` and
+        `alone_bandwidth` are at least 1, because a device is never slower while the others are idle. `machine` is an
+        integer of at least 0.
         """
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
         of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
@@ -141,11 +141,11 @@ class Hardware:
         return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def count_devices_per_machine(self, devices: Iterable[int]) -> list[int]:
-        """Count the given devices on each machine that has at least one of them."""
+        """Return how many of the given devices each machine has; machines without any of them are left out."""
         return list(Counter(device // self.machine if self.machine else 0 for device in devices).values())
 
     def count_machines(self, devices: Iterable[int]) -> int:
-        """Count the machines that have at least one of the given devices."""
+        """Return the number of machines that have at least one of the given devices."""
         return len(self.count_devices_per_machine(devices))
 
     def compute_seconds(
@@ -158,7 +158,9 @@ class Hardware:
         *,
         launches: float = 1.0,
     ) -> float:
-        """Estimate the seconds of one op call and its launches; the first parameters are the fields of `WorkEstimate`.
+        """Estimate the seconds of one node's execution and its kernel launches.
+
+        All parameters except `launches` are the fields of `WorkEstimate`.
 
         Args:
             flops: Floating-point operations.
@@ -187,9 +189,9 @@ class Hardware:
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def collective_seconds(self, nbytes: float, machine_count: int = 1) -> float:
-        """Return the estimated seconds of a collective in which each device sends `nbytes` bytes.
+        """Estimate the seconds of a collective in which each device sends `nbytes` bytes.
 
-        Over several machines the latency counts ceil(log2(machine count)) times, because each message doubles the
+        Over several machines the latency counts ceil(log2(machine count)) times: each round of messages doubles the
         number of machines that have a value.
         """
         if machine_count > 1:
@@ -197,7 +199,7 @@ class Hardware:
         return self.link_latency + nbytes / self.link_bandwidth
 
     def estimate_collective_cost(self, op: str, nbytes: float, devices: Sequence[int]) -> CollectiveCost:
-        """Estimate the cost of a collective over a value of `nbytes` bytes, with the fastest algorithm for its devices.
+        """Estimate bytes and seconds of a collective over a value, with the fastest algorithm for its devices.
 
         An all-reduce over several machines with equal device counts has two algorithms. The first one is a single
         all-reduce over all devices. The second one has three steps:
@@ -236,12 +238,12 @@ DEFAULT_HARDWARE = Hardware()
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """The estimated cost of one collective: bytes and seconds.
+    """The predicted bytes and seconds of one collective.
 
     Attributes:
         bytes_sent: Bytes that each device sends.
-        inside_machine_seconds: Seconds of the parts within machines.
-        across_machines_seconds: Seconds of the parts between machines.
+        inside_machine_seconds: Seconds of the steps within machines.
+        across_machines_seconds: Seconds of the steps between machines.
         machine_count: The number of machines with at least one device of the collective.
     """
 
@@ -258,7 +260,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimate of the time of one run of a plan.
+    """The predicted seconds of one run of a plan, split into compute and communication.
 
     Attributes:
         compute: Seconds in kernels, on the slowest device.
@@ -274,12 +276,12 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """The total seconds of the run; seconds in which kernels and collectives overlap count once."""
+        """The predicted seconds of the run; seconds in which kernels and collectives overlap count once."""
         return self.compute + self.collectives - self.hidden
 
 
 def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> float:
-    """Compute the bytes that each device sends in a collective over a value of `nbytes` bytes.
+    """Return the bytes that each device sends in a collective over a value of `nbytes` bytes.
 
     In a ring of N devices, each device sends (N-1)/N of the bytes for an all-gather or a reduce-scatter. An all-reduce
     consists of both, and sends twice the bytes. A message sends all bytes.
@@ -290,16 +292,13 @@ def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> 
 
 
 class WorkCounter:
-    """Counts the work of nodes in FLOPs and bytes.
-
-    The counts of equal nodes are cached, because the layers of a model repeat.
-    """
+    """Counts the FLOPs and the bytes of nodes, with a cache for equal nodes of repeated layers."""
 
     def __init__(self) -> None:
         self._work_by_key: dict[object, WorkEstimate] = {}
 
     def count_work(self, node: Node) -> WorkEstimate:
-        """Count the FLOPs and bytes of the op call of `node`."""
+        """Return the FLOPs and the bytes of one execution of a node."""
         homes = tuple(find_memory_owner(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
@@ -319,9 +318,9 @@ class WorkCounter:
 
 
 def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
-    """Compute the bytes that one run of `graph` reads of each leaf that is a weight or a state.
+    """Return the bytes that one run of `graph` reads from each weight and each state.
 
-    Only the selected rows of a table count, and only the experts that tokens use.
+    Of a lookup table only the selected rows count. Of a mixture of experts only the experts that tokens use count.
     """
     counts, read = WorkCounter(), defaultdict[Node, float](float)
     for node in graph.nodes:
@@ -338,7 +337,7 @@ def compute_read_bytes_by_leaf(graph: Graph) -> dict[Node, float]:
 
 
 def find_view_base_node(value: Value) -> Node:
-    """Find the node that computes or stores the memory of `value`: the first node that is no view."""
+    """Return the node that has the memory of `value`, through any number of views such as reshapes and transposes."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -346,10 +345,10 @@ def find_view_base_node(value: Value) -> Node:
 
 
 def find_memory_owner(value: Value) -> Node:
-    """Find the node that owns the memory of `value`, through views and in-place updates.
+    """Return the node that owns the memory of `value`: views and in-place updates are followed to their operand.
 
-    Example: new rows are written into a KV cache in place. The updated cache is owned by the state of the cache.
-    A value in memory of its own is owned by the node that computes it.
+    Example: new rows are written into a KV cache in place. The state of the cache owns the updated cache. A value in
+    memory of its own is owned by the node that computes it.
     """
     while not value.node.is_leaf:
         declared, node = op_of(value.node), value.node

@@ -33,11 +33,11 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class TableKeyRule(NamedTuple):
-    """The rule for one key of a TOML table: the field that the key sets, the allowed values, and the unit.
+    """The rule for one key of a TOML table.
 
     Attributes:
         field_name: The field that the key sets.
-        allowed_values: The argument kind of allowed values.
+        allowed_values: The test of the value.
         unit_factor: The factor from the unit of the key to the unit of the field; None for a value without a unit.
     """
 
@@ -47,7 +47,7 @@ class TableKeyRule(NamedTuple):
 
 
 def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
-    """Make an argument kind that accepts a text if a regular expression matches the whole text.
+    """Make an argument kind (a named test of a value) for texts that a regular expression matches in full.
 
     Args:
         description: The description of allowed texts, for messages.
@@ -57,7 +57,7 @@ def _make_pattern_argument_kind(description: str, pattern: str) -> ArgumentKind:
 
 
 def _make_choice_argument_kind(names: Mapping[str, object]) -> ArgumentKind:
-    """Make an argument kind that accepts each key of `names` and nothing else."""
+    """Make an argument kind (a named test of a value) that accepts only the keys of `names`."""
     return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
@@ -103,10 +103,11 @@ DEFAULT_DATA_SHEET = DataSheet(flops=100e9, bandwidth=20e9, memory=64 * GIB, lin
 
 
 def read_machine_file(path: Path) -> tuple[str, Catalogue]:
-    """Read a machine file: return the description of the machine and a catalogue.
+    """Read a TOML file that describes simulated devices and their links.
 
-    The description is a text as after ``--simulate``. The catalogue has the built-in kinds of devices and links, and
-    the kinds of the file.
+    Returns:
+        The description of the machine, as a text such as ``h200:8,nvlink``. The catalogue of all kinds of devices and
+        links, both built in and from the file.
 
     Raises:
         PlanError: The file cannot be read or is no TOML, a key is unknown or missing, or a value is out of range. The
@@ -151,7 +152,7 @@ def _read_table_fields(
     known: Mapping[str, TableKeyRule],
     needed: Mapping[str, TableKeyRule] | None = None,
 ) -> dict[str, Any]:
-    """Read the fields that one TOML table sets, in the units of the fields.
+    """Return the fields that a TOML table sets, by field name, converted to the units of the fields.
 
     Args:
         path: The file, for messages.
@@ -175,7 +176,12 @@ def _read_table_fields(
 
 
 def _list_user_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """List the tables of the user, ``[kinds.NAME]`` or ``[links.NAME]``, with their names.
+    """Return the names and tables of the kinds or links that a machine file adds to the built-in ones.
+
+    Args:
+        path: The file, for messages.
+        document: The content of the file.
+        group: ``kinds`` for tables ``[kinds.NAME]``, or ``links`` for tables ``[links.NAME]``.
 
     Raises:
         PlanError: A name is malformed or built in, or an entry is no table.
@@ -192,9 +198,9 @@ def _list_user_tables(path: Path, document: Mapping[str, Any], group: str) -> li
 
 
 def _read_device_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> DataSheet:
-    """Read the data sheet of one device kind from its TOML table.
+    """Return the data sheet that a table of a machine file describes for a kind of device.
 
-    A missing key has the figure of the kind that the key ``like`` names.
+    For a missing key, the figure of the built-in kind that the key ``like`` names is used.
     """
     fields = _read_table_fields(path, where, table, KIND_KEYS, None if "like" in table else REQUIRED_KIND_KEYS)
     machine = replace(CATALOGUE.data_sheets[table["like"]] if "like" in table else DEFAULT_DATA_SHEET, **fields)

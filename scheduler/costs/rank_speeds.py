@@ -20,11 +20,12 @@ from .speeds import Speeds
 
 @dataclass(frozen=True, slots=True)
 class AgreedRankSpeeds:
-    """The speeds on which all ranks agreed: the speeds of the slowest device of a group, equal on all ranks.
+    """The speeds of a device group on which all ranks (processes) agreed: the speeds of its slowest device.
 
-    `slowest_speeds` is None without calibrated speeds on any rank; then `default_hardware` is used.
-    `has_several_machines` states that the devices are in more than one machine. `speeds_source` names the origin of the
-    speeds.
+    - `slowest_speeds`: the calibrated speeds; None if all ranks lack a calibration.
+    - `default_hardware`: the speeds to use in this case.
+    - `has_several_machines`: whether the devices are in more than one machine.
+    - `speeds_source`: the origin of the speeds, for reports.
     """
 
     slowest_speeds: Speeds | None
@@ -33,7 +34,7 @@ class AgreedRankSpeeds:
     speeds_source: str = "calibrated"
 
     def hardware_for_graph(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph, with the speeds for its weights.
+        """Return the speeds for a graph, which depend on the dtypes of its weights.
 
         The speeds of links between machines are the built-in ones.
         """
@@ -46,7 +47,7 @@ class AgreedRankSpeeds:
 
 
 def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
-    """Agree on the speeds of a group: exchange calibrated speeds between all ranks, and take the slowest.
+    """Exchange the calibrated speeds of all ranks (processes), and return the slowest, which are equal on all ranks.
 
     Every rank must call this function. Each rank sends the speeds of the devices of its own machine, because the keys
     of saved speeds contain thread counts that other machines do not know.

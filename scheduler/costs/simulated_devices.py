@@ -49,7 +49,7 @@ HOST_LINK = ("pcie4",)
 
 
 class SimulatedBackend:
-    """A backend that only plans; its devices run nothing.
+    """A backend for planning without devices: it answers the planner's questions, but cannot run programs.
 
     Values keep their dtypes, kernels need no scratch memory, and each instruction is one launch.
 
@@ -109,12 +109,12 @@ class SimulatedBackend:
         self._raise_needs_real_device(f"run a program on {on}")
 
     def _raise_needs_real_device(self, what: str) -> NoReturn:
-        """Raise an error for an action that needs a real device, such as "load a weight"."""
+        """Raise `BackendError`, because a simulated device cannot do an action such as "load a weight"."""
         raise BackendError(f"{self.kind} is simulated and cannot {what}; plan for devices that are there to run")
 
 
 class SimulatedGpu(SimulatedBackend):
-    """A simulated backend for GPUs: it answers the queries of the planner as the backend of a real GPU would."""
+    """A simulated GPU backend: it answers the planner's questions as the backend of a real GPU would."""
 
     def __init__(self, kind: str, data_sheet: DataSheet) -> None:
         super().__init__(kind, data_sheet)
@@ -141,7 +141,7 @@ class SimulatedGpu(SimulatedBackend):
         return self._planning_backend.reads_strided(node, operand)
 
     def list_kernels(self, program: Program, on: Device) -> Sequence[KernelCall]:
-        """List the kernel calls with which the real backend would run the program, in order."""
+        """List the kernel calls with which a real GPU would run the program, in order."""
         return (
             self._planning_backend.list_kernels(program, on) if isinstance(self._planning_backend, ListsKernels) else ()
         )
@@ -157,7 +157,11 @@ class SimulatedGpu(SimulatedBackend):
 
 
 def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> SimulatedBackend:
-    """Build the simulated backend for devices of `kind`; without `data_sheet` the kind is a built-in one.
+    """Build the backend that simulates devices of one kind.
+
+    Args:
+        kind: The name of the kind.
+        data_sheet: Its data sheet; None for a built-in kind.
 
     Raises:
         PlanError: The kind is unknown; the message lists the known kinds.
@@ -169,13 +173,14 @@ def build_simulated_backend(kind: str, data_sheet: DataSheet | None = None) -> S
 
 
 def scale_predicted_speeds(known: PredictedSpeeds, data_sheet: DataSheet) -> PredictedSpeeds:
-    """Scale the predicted speeds of the kind `data_sheet.like` to the figures of `data_sheet`.
+    """Predict the kernel speeds of a new kind of device from the predicted speeds of a similar built-in kind.
 
-    Kernels reach the same shares of the data sheet on both kinds. Without `data_sheet.like`, `known` is returned.
+    Kernels are assumed to reach the same fractions of the data sheet on both kinds. `known` is returned unchanged if
+    `data_sheet.like` is empty.
 
     Args:
-        known: The predicted speeds of the kind `data_sheet.like`.
-        data_sheet: The figures of the new kind.
+        known: The predicted speeds of the built-in kind `data_sheet.like`.
+        data_sheet: The data sheet of the new kind.
     """
     if not data_sheet.like:
         return known
@@ -209,7 +214,7 @@ class SimulatedGroup:
     host_hardware: Hardware
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph: the predicted speeds of the slowest device for the graph's weights."""
+        """Return the predicted speeds of the slowest device for a graph, which depend on its ops and weight dtypes."""
         known = [of.products for of in self.predicted_speeds_by_kind.values()]
         speeds = [
             Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware_for(graph) for reached in known
@@ -225,10 +230,7 @@ class SimulatedGroup:
 
     @property
     def predicted_speeds_by_kind(self) -> Mapping[str, PredictedSpeeds]:
-        """The predicted kernel speeds of each kind of device.
-
-        A kind is omitted if its data sheet is known but no predicted kernel speeds are.
-        """
+        """The predicted kernel speeds of each kind of device; a kind with a data sheet only is left out."""
         return {
             kind: reached
             for kind, backend in self.backends_by_kind.items()
@@ -266,18 +268,26 @@ class SimulatedGroup:
 
 
 def _compute_min_speed_by_op(speeds: Sequence[Mapping[str, float]], data_sheet_speed: float) -> Mapping[str, float]:
-    """Compute the minimum speed of each op over several kinds of devices.
+    """Return the lowest predicted speed of each op over several kinds of devices.
 
     Args:
         speeds: For each kind of device, the predicted speed of each op.
-        data_sheet_speed: The speed of the slowest data sheet. It is an upper limit, and stands in for a kind without
-            predicted speeds.
+        data_sheet_speed: The speed of the slowest data sheet, which is an upper limit.
     """
     return {op: min([data_sheet_speed, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
 def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: KernelSpeeds) -> str:
-    """Describe the kernel speeds of a dtype or an op in one line: speeds, shares of the data sheet, and bottlenecks."""
+    """Return a line about the predicted kernel speed of a dtype or an op on one kind of device.
+
+    It has the bandwidth and the FLOP/s, their shares of the data sheet, and the bottlenecks.
+
+    Args:
+        kind: The kind of device.
+        sheet: Its data sheet.
+        name: The dtype or the op.
+        reached: The predicted speeds.
+    """
     bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
     few, many = (
         f", set by {limits[name]}" if name in limits else ""
@@ -293,7 +303,7 @@ def _describe_kernel_speed(kind: str, sheet: DataSheet, name: str, reached: Kern
 def parse_simulated_group(text: str) -> SimulatedGroup:
     """Parse the description of a machine, such as ``h200:8,nvlink``, into a group of simulated devices.
 
-    A group with several kinds of devices has the lowest of their speeds.
+    If the group has several kinds of devices, all devices have the lowest speeds.
 
     Args:
         text: One of three forms.
@@ -310,7 +320,7 @@ def parse_simulated_group(text: str) -> SimulatedGroup:
 
 
 def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
-    """Parse the description of one machine, or of several equal machines with the link between them."""
+    """Parse a description such as ``h200:8,nvlink`` (one machine) or ``h200:8,nvlink x 4,ib400`` (four machines)."""
     machine, times, rest = text.partition(" x ")
     if not times:
         return _parse_equal_machines(text, text, 1, known)
@@ -329,11 +339,11 @@ def _parse_group(text: str, known: Catalogue) -> SimulatedGroup:
 
 
 def _parse_equal_machines(text: str, description: str, machine_count: int, known: Catalogue) -> SimulatedGroup:
-    """Parse the description of one machine, and return the group of `machine_count` machines like it.
+    """Parse the description of one machine, and return a group of `machine_count` equal machines.
 
     Args:
         text: The whole description, for messages.
-        description: The part about one machine.
+        description: The part about one machine, such as ``h200:8,nvlink``.
         machine_count: The number of equal machines.
         known: The known kinds of devices and links.
     """
@@ -364,11 +374,11 @@ def _parse_equal_machines(text: str, description: str, machine_count: int, known
 
 
 def _build_slowest_hardware(data_sheets: Sequence[DataSheet], links: Sequence[str], known: Catalogue) -> Hardware:
-    """Build the hardware model of a mixed device group from the slowest figure of its kinds of devices.
+    """Return speeds that no device of a mixed group falls below: the slowest figure of its kinds, field by field.
 
     Args:
         data_sheets: The data sheet of each kind of device.
-        links: Names of links; without names, the default links of the kinds are used.
+        links: Names of links; if empty, the default links of the kinds are used.
         known: The known kinds of devices and links.
     """
     joined = [known.links[name] for name in (links or [sheet.link for sheet in data_sheets])]
@@ -387,7 +397,7 @@ def _describe_wrong_machine_text(text: str, part: str, known: Catalogue) -> str:
 
     Args:
         text: The whole description.
-        part: The part of the description that is wrong.
+        part: The wrong part of it.
         known: The known kinds of devices and links.
     """
     return (

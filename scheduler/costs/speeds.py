@@ -61,7 +61,7 @@ class Speeds:
     state_bandwidth: float = 0.0
 
     def hardware_for(self, graph: Graph) -> Hardware:
-        """Return the hardware model for a graph, with the measured speeds for the dtypes of its weights.
+        """Return the hardware model for a graph, which depends on the dtypes of its weights.
 
         A dtype without a measurement has the speeds of the slowest measured dtype.
         """
@@ -78,9 +78,9 @@ class Speeds:
         )
 
     def _estimate_weight_bandwidth(self, graph: Graph) -> float:
-        """Estimate the bandwidth in bytes/s at which `graph` reads its weights when it runs repeatedly.
+        """Estimate the bytes/s at which `graph` reads its weights when it runs repeatedly.
 
-        In repeated runs some weights are still in caches. For each dtype the estimate is
+        Some weights are then still in caches. For each dtype the bandwidth is
         1 / (share / cache speed + (1 - share) / memory speed). `share` is the cached share of all weights.
         """
         read = compute_read_bytes_by_leaf(graph)
@@ -98,10 +98,10 @@ class Speeds:
         return _compute_harmonic_mean_speed(speeds, amounts)
 
     def estimate_cached_share(self, nbytes: float) -> float:
-        """Estimate the share of `nbytes` bytes that caches hold, if each run reads these bytes again.
+        """Estimate the fraction of `nbytes` bytes that is still in caches if each run reads these bytes again.
 
-        The share is interpolated linearly between the measured sizes. Above the largest size, the number of cached
-        bytes is constant. Without a measurement the share is 0.
+        The fraction is interpolated linearly between the measured sizes. Above the largest size, the number of cached
+        bytes is constant. Without a measurement the fraction is 0.
         """
         if not self.held:
             return 0.0
@@ -110,7 +110,7 @@ class Speeds:
 
     @property
     def weight_independent_hardware(self) -> Hardware:
-        """The hardware model with the speeds that do not depend on the weights of a graph."""
+        """The hardware model with all speeds that do not depend on the weights; the others have their defaults."""
         return Hardware(
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,
@@ -125,7 +125,7 @@ class Speeds:
 
 
 def _compute_harmonic_mean_speed(speeds: Mapping[str, float], amounts: Mapping[str, float]) -> float:
-    """Compute the mean speed for several amounts of work: total amount / total seconds.
+    """Return the mean speed for several kinds of work: the total amount divided by the total seconds.
 
     This is the harmonic mean of `speeds`, weighted by `amounts`. Without any amounts the slowest speed is returned.
 

@@ -34,16 +34,18 @@ MAX_CONCURRENT_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """One entry of a timeline: a compute span that several devices share, or one collective.
+    """One entry of a timeline: a span of compute instructions on one or more devices, or one collective.
 
-    The entry has `instruction_count` instructions from `first_instruction` on, equal on each of `devices`.
-
-    - `op` is ``work`` for a compute span, or the op of the collective.
-    - `bytes_read` are the bytes that the busiest device moves through memory, and `bytes_sent` the bytes that it sends.
-    - `unsharded_seconds` are the predicted seconds if each device read every weight and state whole. The field is None
-      if all of these are whole anyway.
-    - `sending_device` is the sender of a message.
-    - A compute span with `is_overlapped` does not wait for the collective before it.
+    - `op`: ``work`` for a compute span, or the op of the collective.
+    - `devices`: the numbers of the devices that execute the entry.
+    - `first_instruction`, `instruction_count`: the instructions of the entry, equal on each of `devices`.
+    - `bytes_read`: the bytes that the busiest device moves through memory.
+    - `bytes_sent`: the bytes that it sends to other devices.
+    - `seconds`: the predicted seconds.
+    - `unsharded_seconds`: the predicted seconds if each device read every weight and state whole; None if all of these
+      are whole anyway.
+    - `sending_device`: the sender of a message.
+    - `is_overlapped`: whether a compute span runs during the collective before it, without a wait.
     """
 
     op: str
@@ -60,10 +62,13 @@ class TimelineEntry:
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """The predicted cost of one instruction: FLOPs, bytes and seconds.
+    """The predicted cost of one instruction.
 
-    `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
-    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
+    - `flops`: floating-point operations.
+    - `nbytes`: bytes read and written.
+    - `bytes_sent`: bytes sent to other devices.
+    - `seconds`: the predicted seconds.
+    - `unsharded_seconds`: the seconds if all weights and states were whole; None if all of them are whole anyway.
     """
 
     flops: float
@@ -74,7 +79,7 @@ class InstructionCost:
 
 
 class InstructionCosts:
-    """The predicted cost of every instruction of a program, by position."""
+    """The predicted cost of every instruction of a program; it is computed at the first use."""
 
     def __init__(
         self,
@@ -139,15 +144,18 @@ class InstructionCosts:
         return InstructionCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
     def _list_participating_devices(self, i: Instruction) -> Sequence[int]:
-        """List the devices that take part in a collective instruction, or the sender and the receiver of a message."""
+        """List the devices that take part in a collective instruction; for a message, the sender and the receiver."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
         return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
-        """Estimate the unsharded work of a node: the factor of FLOPs, and the extra bytes of whole weights and states.
+        """Estimate how much more work a node would have on this device if its weights and states were not sharded.
 
         Only weights and states with at least one entry on this device count.
+
+        Returns:
+            The growth factor of the FLOPs, and the extra bytes to read.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
@@ -163,7 +171,7 @@ class InstructionCosts:
 def compute_instruction_costs(
     device_plans: Sequence[DevicePlan], speeds: Sequence[Hardware], unsharded_bytes: Mapping[str, int]
 ) -> list[InstructionCosts]:
-    """Compute the predicted instruction costs of each device; devices with equal programs share one object.
+    """Predict the cost of each instruction on each device; devices with equal programs share one result.
 
     Args:
         device_plans: The device plans.
@@ -188,7 +196,7 @@ def compute_instruction_costs(
 
 
 def build_timeline(device_plans: Sequence[DevicePlan], prices: Sequence[InstructionCosts]) -> list[TimelineEntry]:
-    """Build the timeline of a plan: all entries in the order of the collectives.
+    """Build the timeline of a plan: compute spans and collectives with predicted seconds, in the order of collectives.
 
     Args:
         device_plans: The device plans.
@@ -210,12 +218,12 @@ def build_timeline(device_plans: Sequence[DevicePlan], prices: Sequence[Instruct
 
 
 def compute_last_end_seconds(timeline: Sequence[TimelineEntry], devices: int) -> float:
-    """Compute when the last device ends the timeline, in seconds after the common start of all devices."""
+    """Return the seconds from the common start of all devices until the last device ends the timeline."""
     return max(compute_device_end_seconds(timeline, [0.0] * devices), default=0.0)
 
 
 def compute_device_end_seconds(timeline: Sequence[TimelineEntry], start_seconds: Sequence[float]) -> list[float]:
-    """Compute the seconds at which each device ends a timeline, from the seconds at which each device begins.
+    """Return the time at which each device ends a timeline, given the time at which each device begins.
 
     - A device starts a compute span when it has ended the previous entry.
     - A collective starts when all its devices have arrived, and a message when its sender has.
@@ -241,7 +249,7 @@ def compute_device_end_seconds(timeline: Sequence[TimelineEntry], start_seconds:
 
 
 def is_timeline_sequential(timeline: Sequence[TimelineEntry], devices: int) -> bool:
-    """Return whether the devices of a timeline compute one after another, not at the same time.
+    """Return whether the devices of a timeline compute one after another, and not at the same time.
 
     Concurrent compute is tolerated up to the share `MAX_CONCURRENT_SHARE` of the time.
     """
@@ -251,11 +259,7 @@ def is_timeline_sequential(timeline: Sequence[TimelineEntry], devices: int) -> b
 
 
 def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estimate:
-    """Estimate the time of one run from its timeline.
-
-    The estimate has the compute seconds, the collective seconds, the number of collectives, and the seconds in which
-    compute and collectives overlap.
-    """
+    """Estimate the seconds of one run from its timeline, split into compute, collectives and their overlap."""
     collectives = [s for s in timeline if s.op != COMPUTE]
     sent, took = sum(s.seconds for s in collectives), compute_last_end_seconds(timeline, devices)
     one_by_one = took
@@ -266,19 +270,19 @@ def estimate_run_time(timeline: Sequence[TimelineEntry], devices: int) -> Estima
 
 
 def count_collective_bytes(i: Instruction) -> int:
-    """Count the bytes of the unsharded value of a collective."""
+    """Return the bytes of the whole value that a collective transfers, which is its largest operand or result."""
     return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
 def _count_copied_bytes(i: Instruction) -> float:
-    """Count the bytes that a copy instruction reads and writes."""
+    """Return the bytes that a copy instruction reads and writes, which are twice the bytes of its results."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
 def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, TimelineEntry]]) -> list[TimelineEntry]:
-    """Merge compute entries of devices that run equal ops between two collectives into one timeline entry.
+    """Merge the compute entries of devices that run equal ops between two collectives.
 
-    The merged entry has the longest time of its devices.
+    A merged entry has the longest time of its devices.
 
     Args:
         entry_by_device: For each device, its ops as text and its compute entry.
@@ -302,23 +306,27 @@ def _merge_equal_compute_entries(entry_by_device: Mapping[int, tuple[str, Timeli
 def _build_collective_entry(
     devices: Sequence[int], spans_by_device: Sequence[_SpansBetweenCollectives], number: int
 ) -> TimelineEntry:
-    """Build the timeline entry of one collective; a send and its receive are one entry.
+    """Build the timeline entry of one collective; a send and its receive become one entry.
 
     Args:
         devices: The devices that take part.
         spans_by_device: The split program of each device.
-        number: The number of the collective.
+        number: The sequence number of the collective.
     """
     sender = next((d for d in devices if spans_by_device[d].collective_entries[number].op == "send"), devices[0])
     return replace(spans_by_device[sender].collective_entries[number], devices=tuple(devices), sending_device=sender)
 
 
 class _SpansBetweenCollectives:
-    """The compute spans between the collectives of one program, by the number of the collective.
+    """One program, split at its collectives into spans of compute instructions.
 
-    `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
-    overlaps with the collective, empty unless the backend can overlap. Each span comes with its ops as text; spans of
-    equal text are merged.
+    All fields are by the sequence number of the collective:
+
+    - `collective_entries`: the timeline entry of the collective.
+    - `entries_before_collective`: the compute span before it.
+    - `overlapped_entries`: the compute span that runs during it; empty unless the backend can overlap.
+
+    Each span comes with its ops as text, because spans of equal text on several devices are merged.
     """
 
     def __init__(self, device_plan: DevicePlan, prices: InstructionCosts, goes_on: bool) -> None:
@@ -338,7 +346,7 @@ class _SpansBetweenCollectives:
         self.final_entry = self._build_compute_entry(start, len(self.program.instructions))
 
     def _build_compute_entry(self, start: int, stop: int, is_overlapped: bool = False) -> tuple[str, TimelineEntry]:
-        """Build the compute entry of the instructions from `start` to `stop`.
+        """Build the timeline entry of the compute instructions from `start` up to `stop`.
 
         Returns:
             The ops of the instructions as text, and the entry.

@@ -59,9 +59,11 @@ SPLIT_MODE_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
 
 @dataclass(frozen=True, slots=True)
 class PinnedNodes:
-    """Nodes that are pinned: only device number `device` computes them.
+    """Nodes of the user's graph that only one device computes, all for the same reason.
 
-    The nodes are given by their names in the user's graph. All of them are pinned for the same reason.
+    - `device`: the number of the device.
+    - `because`: the reason, as text for people.
+    - `nodes`: the names of the nodes.
     """
 
     device: int
@@ -71,9 +73,10 @@ class PinnedNodes:
 
 @dataclass(frozen=True, slots=True)
 class HostOffload:
-    """The host device for offload: it takes the weights and states that exceed the memory of the other devices.
+    """The host as an extra device, which takes the weights and states that exceed the memory of the other devices.
 
-    `hardware` has the speeds of the host; None if they equal the speeds of the other devices.
+    - `backend`, `device`: the backend and the device of the host.
+    - `hardware`: the speeds of the host; None if they equal the speeds of the other devices.
     """
 
     backend: Backend
@@ -99,14 +102,13 @@ class HostOffload:
 class Plan:
     """A plan: the decision how `graph` runs on a device group. A plan allocates no device memory.
 
-    - `device_plans` has the device plan of each device: its graph and its program.
-    - `leaves` and `outputs` have the layout of each input, weight, state and output.
-    - `sharded_factors` has the sharded factors, and `reasons` the alternatives that the factor search considered.
-    - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
-    - `pinned_nodes` has the nodes that one device alone computes, with the reasons.
-    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans with `like` follow
-      them.
-    - `unused_devices` names devices of the group that the plan does not use.
+    - `device_plans`: the graph and the program of each device.
+    - `leaves`, `outputs`: the layout (distribution over the devices) of each input, weight, state and output.
+    - `sharded_factors`: the index ranges that are sharded, and `reasons` the alternatives that the search considered.
+    - `hardware`: the speeds of devices and links, and `host` the speeds of the last device if they differ.
+    - `pinned_nodes`: the nodes that one device alone computes, with the reasons.
+    - `shares`: the proportions of the tensor split; empty without a tensor split. Later plans with `like` follow them.
+    - `unused_devices`: the names of devices of the group that the plan does not use.
     """
 
     graph: Graph
@@ -139,14 +141,14 @@ class Plan:
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
-        """The speeds of each device while all devices work."""
+        """The hardware model of each device, while all devices work at the same time."""
         return (*(self.hardware for _ in self.device_plans[1:]), self.host or self.hardware)
 
     @cached_property
     def instruction_costs(self) -> tuple[InstructionCosts, ...]:
-        """The prices of instructions: the predicted cost of each instruction in one run, for each device.
+        """The predicted cost of each instruction in one run, for each device.
 
-        If the devices work one after another, a device has its speeds while the other devices are idle.
+        If the devices work one after another, each has the higher speeds of a device that works alone.
         """
         alone = [speeds.solo_hardware for speeds in self.speeds]
         if (
@@ -158,34 +160,34 @@ class Plan:
         return self._compute_instruction_costs(alone)
 
     def _compute_instruction_costs(self, speeds: Sequence[Hardware]) -> tuple[InstructionCosts, ...]:
-        """Compute the instruction costs of each device for the given speeds."""
+        """Predict the cost of each instruction on each device, given the speeds of each device."""
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
         return tuple(compute_instruction_costs(self.device_plans, speeds, whole))
 
     @cached_property
     def pipelined_timeline(self) -> tuple[TimelineEntry, ...]:
-        """The timeline of one run if successive runs are pipelined, so that all devices work at the same time."""
+        """The predicted timeline of one run while other runs are in the pipeline, so that all devices work."""
         return tuple(build_timeline(self.device_plans, self._compute_instruction_costs(self.speeds)))
 
     @cached_property
     def timeline(self) -> tuple[TimelineEntry, ...]:
-        """The stages of one run: a timeline of compute spans and collectives with their predicted seconds."""
+        """The timeline of one run: compute spans and collectives in order, with their predicted seconds."""
         return tuple(build_timeline(self.device_plans, self.instruction_costs))
 
     @cached_property
     def cost(self) -> Estimate:
-        """The cost of one run: its predicted time."""
+        """The predicted seconds of one run, split into compute and collectives."""
         return estimate_run_time(self.timeline, len(self.device_plans))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of each kind of memory, summed over the devices."""
+        """Return the bytes on all devices together, by kind of memory: weight, state, constant and arena."""
         return {
             kind: sum(device_plan.memory()[kind] for device_plan in self.device_plans)
             for kind in self.device_plans[0].memory()
         }
 
     def flops(self) -> int:
-        """Return the FLOPs (floating-point operations) of one run of the unsharded graph on one device."""
+        """Return the FLOPs (floating-point operations) of one run of the user's graph, before sharding."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
@@ -193,9 +195,9 @@ class Plan:
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
     def digest(self) -> str:
-        """Return the digest of the plan: the SHA-256 of the device plans and layouts.
+        """Return the SHA-256 digest of the device plans and layouts, which equal plans share.
 
-        Ranks compare the digest: equal planning gives an equal digest.
+        Ranks (processes) compare their digests, to be sure that they made the same plan.
         """
         from ..serialisation.plan_json import compute_plan_digest
 
@@ -226,7 +228,7 @@ class Plan:
         return view_plan(self, before=before, tokens=tokens, title=title)
 
     def _repr_html_(self) -> str:
-        """Return the page of the plan as HTML for a notebook."""
+        """Return the HTML page of the plan, which notebooks display."""
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The layout of a partial sum: every device has a summand of the full shape, and the sum of them is the value."""
+    """The layout of a partial sum: each device has one summand of the full shape, and their sum is the value."""
 
     is_partial = True
 
@@ -35,20 +35,20 @@ class Partial:
 class Shard:
     """The layout of a sharded value: device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
 
-    The ranges are exact: they express uneven and empty shards, segments of a concatenation, and groups of heads. Each
-    entry is on at least one device. Several devices may have the same entry, for example in a segment that is not
-    sharded.
+    Each range is (offset, length). The shards may be uneven or empty, and may have several ranges, for example one in
+    each segment of a concatenation. Each entry is on at least one device. Several devices may have the same entry, for
+    example in a segment that is not sharded.
     """
 
     axis: int
     index_ranges: tuple[tuple[IndexRange, ...], ...]
 
     def count_entries(self, device: int) -> int:
-        """Count the entries along the sharded axis that `device` has."""
+        """Return the number of entries that `device` has along the sharded axis."""
         return sum(n for _, n in self.index_ranges[device])
 
     def count_entries_before(self, device: int, n: int) -> int:
-        """Count the entries that `device` has before index `n` of the sharded axis."""
+        """Return how many of the entries of `device` have an index below `n` on the sharded axis."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.index_ranges[device])
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The layout of a local value: only the listed devices have the value, and each of them has all of it.
+    """The layout of a value that only the listed devices have; each of them has all of it.
 
     The list has one device, except for a weight that several devices read.
     """
@@ -76,7 +76,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 
 def compute_local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
-    """Return the local shape: the shape of the part of a value that one device has.
+    """Return the shape of the part of a value that one device has.
 
     Args:
         shape: The shape of the whole value.

@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class PipelineAction(NamedTuple):
-    """One action of a device for run number `run` of a pipeline.
+    """One step of a device in a pipeline of several runs.
 
-    - ``put`` writes the inputs where the program reads them.
-    - ``run`` runs the program.
-    - ``keep`` saves the outputs, and the bytes for a rollback of this run, before the next run overwrites them.
+    - `action` is ``put``, ``run`` or ``keep``. ``put`` writes the inputs where the program reads them, and ``run``
+      executes the program. ``keep`` saves the outputs and the bytes for a rollback, before the next run overwrites
+      them.
+    - `run` is the number of the run.
     """
 
     action: Literal["put", "run", "keep"]

@@ -51,8 +51,8 @@ class DevicePlan:
 
     - `graph`: the nodes that the device computes, with the `cont` nodes (copies) that its kernels need.
     - `program`: the instructions; the `index` of each is the position of its node in `graph`.
-    - `short`: a graph and a program with few repeated layers; None if there is nothing to unroll. If it is present,
-      `graph` and `program` are unrolled from it at the first access.
+    - `short`: a graph and a program with few repeated layers, or None. If it is present, `graph` and `program` are
+      unrolled from it at the first access.
     """
 
     device: Device
@@ -87,7 +87,7 @@ class DevicePlan:
 
     @cached_property
     def overlapped_instructions(self) -> Mapping[int, Sequence[int]]:
-        """The instructions that run at the same time as a collective, by the position of this collective in the program.
+        """The instructions that run at the same time as a collective, by the position of the collective in the program.
 
         Empty if the backend cannot overlap collectives with other instructions.
         """
@@ -106,8 +106,8 @@ class DevicePlan:
     def count_launches_by_instruction(self) -> Sequence[float]:
         """Return the number of kernel launches of each instruction, as predicted by the backend.
 
-        Instructions that one kernel computes together share its launch in equal parts: 0.5 each for two instructions. If the
-        backend makes no prediction, each instruction counts as one launch.
+        Instructions that one kernel computes together share its launch in equal parts: 0.5 each for two instructions.
+        If the backend makes no prediction, each instruction counts as one launch.
         """
         if self.predicted_kernel_calls is None:
             return [1.0] * len(self.program.instructions)
@@ -118,7 +118,7 @@ class DevicePlan:
         return launches
 
     def find_numpy_fallback_positions(self) -> frozenset[int]:
-        """Find the positions of the instructions that NumPy computes, because the backend has no compiled kernel for them."""
+        """Find the positions of the instructions that NumPy computes, for lack of a compiled kernel in the backend."""
         return frozenset(
             n for call in self.predicted_kernel_calls or () if call.kernel == STAND_IN for n in call.instruction_numbers
         )
@@ -164,8 +164,8 @@ def make_unrolled_device_plan(device: Device, backend: Backend, short: Unrollabl
 def unroll_device_plans(device_plans: Sequence[DevicePlan], shortened: ShortenedGraph) -> tuple[DevicePlan, ...]:
     """Turn device plans of a shortened graph, with few repeated layers, into device plans of the full graph.
 
-    The graph and the program of each plan are unrolled at the first access. Device plans that share a program also share
-    the unrolled program.
+    The graph and the program of each plan are unrolled at the first access. Device plans that share a program also
+    share the unrolled program.
     """
     shorts: dict[tuple[int, int], UnrollableProgram] = {}
     for device_plan in device_plans:
@@ -193,9 +193,9 @@ def find_first_devices_with_same_program(device_plans: Sequence[DevicePlan]) -> 
 def find_collective_groups(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     """Find the collective group of each device: the numbers of the devices that call its collectives with it.
 
-    Devices that call a collective with the same sequence number are one group. Sends and receives do not count. Only the
-    first collective of each program is read: the verifier checks that all collectives of a device have one group. A device
-    without collectives is a group alone. If no device has a collective, all devices are one group.
+    Devices that call a collective with the same sequence number are one group. Sends and receives do not count. Only
+    the first collective of each program is read: the verifier checks that all collectives of a device have one group. A
+    device without collectives is a group alone. If no device has a collective, all devices are one group.
     """
     numbers: list[int | None] = []
     known: dict[int, int | None] = {}
@@ -266,7 +266,7 @@ def build_device_plans(
 def _find_device_repetitions(
     graph: Graph, is_alone: bool, shortened: ShortenedGraph | None
 ) -> DeviceRepetitions | None:
-    """Return the repetitions of repeated layers in a device's graph; None if no graph was shortened.
+    """Return the repetitions of repeated layers in a device's graph; None without a shortened graph.
 
     Args:
         graph: The graph of the device.

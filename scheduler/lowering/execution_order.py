@@ -30,7 +30,7 @@ class ExecutionOrder:
     """The nodes of a graph in execution order, and the states that are updated in place.
 
     - `nodes`: all nodes, in execution order.
-    - `inplace_states` maps a result to the state in memory of which it is written.
+    - `inplace_states` maps a result that is written into the memory of a state to this state.
     - `overwritten_values` maps each of these results to the value that it overwrites. This is the state, or an earlier
       result in the memory of the state.
     - `copied_states` maps a state to its new value, which is copied into the state at the end of the run.
@@ -76,10 +76,10 @@ def choose_execution_order(
 ) -> ExecutionOrder:
     """Choose an execution order of the nodes in which as many states as possible are updated in place.
 
-    A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of the
-    state can run before the node. If this would be a cycle, the new value gets its own memory and is copied into the state
-    at the end, which is slower. A state that several nodes of a run change is changed in place by all of them, if
-    possible.
+    A node may write its result over a state under two conditions. The stored dtypes are equal, and all other readers of
+    the state can run before the node. If this would be a cycle, the new value gets its own memory and is copied into
+    the state at the end, which is slower. A state that several nodes of a run change is changed in place by all of
+    them, if possible.
 
     Args:
         graph: The graph with dense copies.
@@ -133,8 +133,8 @@ def _list_inplace_update_chains(
 ) -> Iterator[Sequence[Value]]:
     """Yield chains of values that may be written one over the other into the memory of a state, the best chain first.
 
-    A chain begins with the state and ends with its new value. Each node between them updates the value before it in place.
-    The longest chains come first. The last chain has only the state and the new value.
+    A chain begins with the state and ends with its new value. Each node between them updates the value before it in
+    place. The longest chains come first. The last chain has only the state and the new value.
 
     Args:
         state: The state.
@@ -187,7 +187,8 @@ def add_required_copies(graph: Graph) -> Graph:
 def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value, StridedView]) -> bool:
     """Return whether a node may write `result` over the memory of `overwritten_value` while it computes.
 
-    It may if the node does not read `overwritten_value`, or reads it only as an operand that its op declares as in-place.
+    It may if the node does not read `overwritten_value`, or reads it only as an operand that its op declares as
+    in-place.
     """
     node, declared = result.node, op_of(result.node)
     allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
@@ -206,15 +207,15 @@ def can_overwrite(result: Value, overwritten_value: Value, views: Mapping[Value,
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether a node is elementwise: element i of its result needs only element i of operands of the same shape."""
+    """Return whether a node is elementwise: element i of its result needs only element i of operands of that shape."""
     return all(not o.dims for o in op_of(node).signature_for(node.attrs).operands)
 
 
 class _ExtraDependences:
     """The dependences between nodes that operands do not show: for each node, other nodes that must run before it.
 
-    At first, each collective depends on the collective with the next lower sequence number. `choose_execution_order` adds
-    the dependences of in-place updates.
+    At first, each collective depends on the collective with the next lower sequence number. `choose_execution_order`
+    adds the dependences of in-place updates.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -313,7 +314,7 @@ def _order_nodes_by_last_message(graph: Graph) -> Sequence[Node]:
 
 
 def _move_collectives_earlier(order: Sequence[Node], extra_predecessors: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Move each collective directly after the nodes that it needs, so that independent nodes can run while it communicates.
+    """Move each collective directly after the nodes that it needs, so that independent nodes can run during it.
 
     A `receive` keeps its position, because all later nodes wait for it.
     """

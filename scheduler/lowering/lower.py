@@ -75,11 +75,8 @@ def lower_with_state_saves(
             valid for this graph. Otherwise the backend is asked, and its answer is stored here.
 
     Returns:
-        Three results:
-
-        - the graph with the copies that kernels need;
-        - its program;
-        - the nodes that save and restore states, which are not in the graph.
+        The graph with the copies that kernels need, its program, and the nodes that save and restore states. These
+        nodes are not in the graph.
     """
     graph, views = insert_dense_copies(add_required_copies(graph), backend.reads_strided)
     order = choose_execution_order(
@@ -215,7 +212,7 @@ class _ProgramBuilder:
         self.buffers, self.buffer_locations, self.scratch_tensors = self._assign_buffers_and_locations()
 
     def build_program(self) -> Program:
-        """Build the program: an instruction for each node, saves of states before they are overwritten, and final state copies."""
+        """Build the program: an instruction for each node, saves before state overwrites, final copies of states."""
         instructions: list[Instruction] = []
         undo: list[tuple[int, Instruction]] = []
         for node in (*self.ordered_nodes, None):
@@ -238,7 +235,7 @@ class _ProgramBuilder:
         )
 
     def list_node_numbers_of_instructions(self, instruction_groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Translate groups of instruction positions into groups of node numbers; instructions without a node are left out."""
+        """Translate groups of instruction positions into groups of node numbers; skip instructions without a node."""
         instructions = self.build_program().instructions
         numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in instruction_groups)
         return [group for group in numbers if group]
@@ -246,9 +243,7 @@ class _ProgramBuilder:
     def _build_undo_instruction(self, save: StateSave, save_instruction: Instruction) -> Instruction:
         """Build the instruction that copies saved entries back into a state, in order to undo a failed run.
 
-        Args:
-            save: The save of the state.
-            save_instruction: The instruction that makes the save; its first operand is the state.
+        The first operand of `save_instruction` is the state.
         """
         (state, *_), back = save_instruction.src, self._build_instruction(save.restore_node)
         assert state is not None, "what is saved is there"
@@ -270,8 +265,8 @@ class _ProgramBuilder:
     def _assign_shared_memory_slots(self) -> _SharedMemorySlots:
         """Find the results that reuse the memory of another value, and the step at which each memory is read last.
 
-        A result is written over an updated state, or over an in-place operand that no later node reads. Values that the undo
-        of a failed run reads are needed until the end.
+        A result is written over an updated state, or over an in-place operand that no later node reads. Values that the
+        undo of a failed run reads are needed until the end.
         """
         step = {n: i for i, n in enumerate(self.ordered_nodes)}
         last_read: dict[Value, int] = {}
@@ -318,8 +313,8 @@ class _ProgramBuilder:
     def _find_overlap_end_steps(self, step_by_node: Mapping[Node, int]) -> dict[Node, int]:
         """Return for each overlapped collective the last step that runs at the same time.
 
-        This step precedes the next collective and the first node that needs the result. Until its end, no instruction may
-        write the memory that the collective reads.
+        This step precedes the next collective and the first node that needs the result. Until its end, no instruction
+        may write the memory that the collective reads.
         """
         until: dict[Node, int] = {}
         for at, collective in enumerate(self.ordered_nodes):
@@ -341,15 +336,10 @@ class _ProgramBuilder:
         last_reading_step: Mapping[Value, int],
         step_by_node: Mapping[Node, int],
     ) -> Value | None:
-        """Return the value with the memory that `result` can take over from an in-place operand; None if there is no such memory.
+        """Return the value with the memory that `result` can take over from an in-place operand; None if it cannot.
 
-        The memory must be free: no other node, and no other operand of the node, may still need it.
-
-        Args:
-            result: The result of a node.
-            slot_of: The owner of the memory of each value that shares memory.
-            last_reading_step: The last step that reads the memory of each value.
-            step_by_node: The step of each node.
+        The memory must be free: no other node, and no other operand of the node, may still need it. `slot_of` has the
+        owner of the memory of each value that shares memory.
         """
         node, source = result.node, find_inplace_operand(result)
         if source is None:
@@ -385,11 +375,8 @@ class _ProgramBuilder:
         """Place all values in memory.
 
         Returns:
-            Three results:
-
-            - the buffers of the program;
-            - the location (buffer number, byte offset) of each value that owns its memory;
-            - the scratch tensor of each node that needs one.
+            The buffers of the program, the location (buffer number, byte offset) of each value that owns its memory,
+            and the scratch tensor of each node that needs one.
         """
         owners: dict[Value, Lifetime] = {}
         for value in self.graph.inputs:

@@ -43,8 +43,8 @@ def build_state_saves(
 ) -> tuple[StateSave, ...]:
     """Build the saves of all states that a run changes, so that a failed run can be undone.
 
-    A save has only the rows that change, if the op declares them and the device can copy them. Otherwise it has the whole
-    state.
+    A save has only the rows that change, if the op declares them and the device can copy them. Otherwise it has the
+    whole state.
 
     Args:
         order: The nodes in execution order, and the states that they overwrite.
@@ -132,7 +132,7 @@ def _make_changed_rows_save(
 def _find_changed_rows(
     new_state: Value, state: Value, views: Mapping[Value, StridedView]
 ) -> tuple[Value, Value] | None:
-    """Find the rows of a state that a new state changes; None if the op does not declare that it changes only some rows.
+    """Find the rows of a state that a new state changes; None if the op does not declare changed rows.
 
     Returns:
         `state` as a table ``[..., rows, width]``, and the numbers of the changed rows.

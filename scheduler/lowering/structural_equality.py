@@ -27,7 +27,8 @@ The memory of a kernel does not depend on them, except on the order of the numbe
 def make_structural_key(graph: Graph) -> Hashable:
     """Return a dictionary key that is equal for two graphs only if they are structurally equal.
 
-    Structurally equal graphs may differ in names, devices, and the sequence numbers of collectives, but in nothing else.
+    Structurally equal graphs may differ in names, devices, and the sequence numbers of collectives, but in nothing
+    else.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -44,8 +45,8 @@ def make_structural_key(graph: Graph) -> Hashable:
 def make_size_class_key(graph: Graph) -> Hashable:
     """Return a dictionary key that is equal for graphs for which a backend chooses the same kernels.
 
-    The graphs have the same ops, operands and dtypes, and each axis has the same size class: 0, 1 or larger. Larger sizes
-    do not change the kernel. An empty result has no kernel.
+    The graphs have the same ops, operands and dtypes, and each axis has the same size class: 0, 1 or larger. Larger
+    sizes do not change the kernel. An empty result has no kernel.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -68,7 +69,7 @@ def make_names_and_collectives_key(graph: Graph) -> Hashable:
 
 
 def make_program_key(program: Program) -> Hashable:
-    """Return a dictionary key that is equal for programs that run the same kernels on the same bytes under any names."""
+    """Return a dictionary key that is equal for programs with equal kernels on equal bytes; names do not count."""
     steps = [
         (i.op, i.src, i.dst, _list_attrs_for_structural_key(i.op, i.attrs), i.scratch, i.index)
         for i in program.instructions

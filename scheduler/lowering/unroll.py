@@ -143,7 +143,7 @@ class _Unroller:
         return self.nodes_by_repetition[PREAMBLE][source.node] if place is None else carried[place]
 
     def _make_carried_value_key(self, node: Node, reader_repetition: int) -> tuple[int, str] | None:
-        """Return the key (position, name ending) of a value that one repetition passes to the next; None for other values."""
+        """Return the key (position, name ending) of a value that one repetition passes to the next; else None."""
         number, ending = split_numbered_name(node.name)
         place = self.shortened_graph.short_repetitions.find_carried_position(number, reader_repetition)
         return None if place is None else (place, ending)
@@ -227,8 +227,8 @@ class _RepetitionRelocation:
     """The translation of buffers and arena offsets from the short program to one repetition of the unrolled program.
 
     - `buffer_numbers`: the buffer of the repetition for each buffer of the short program.
-    - `shifted_from_byte`, `shift_bytes`: arena offsets from the first of these on are increased by the second. These are
-      the offsets of state saves.
+    - `shifted_from_byte`: the arena offset at which state saves begin.
+    - `shift_bytes`: the bytes that are added to arena offsets from there on.
     """
 
     buffer_numbers: Mapping[int, int]
@@ -279,7 +279,7 @@ def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) 
 
 
 def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of a short program the repetition of the short graph (the kind) to which it belongs."""
+    """Return for each instruction of a short program its repetition of the short graph, called kind."""
     kinds = shortened.short_repetition_by_node(graph)
     return [
         shortened.short_repetition_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]]

@@ -77,7 +77,7 @@ Clock = Callable[[Sequence[Executor]], float]
 
 
 def compute_trimmed_mean(seconds: Sequence[float]) -> float:
-    """Return the trimmed mean of measured times: the mean without the shortest and the longest quarter.
+    """Return the mean of measured times without the shortest and the longest quarter of them.
 
     A shared processor alternates between fast and slow phases. A probe of some milliseconds runs in one phase, so a
     median would be the time of one phase only. The run of a model lasts longer and includes both phases.
@@ -87,10 +87,10 @@ def compute_trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 class ConcurrentTimer:
-    """Times runs that several devices execute at the same time, each device on its own thread that stays alive.
+    """Times a run that several devices execute at the same time, each device on its own thread.
 
-    The first run is on the calling thread. The devices of a session run on such threads too. A new thread for each run
-    might start on a processor that is busy with another thread.
+    The first device runs on the calling thread. The other threads stay alive between runs, as in a session. A new
+    thread for each run might start on a processor that is busy with another thread.
     """
 
     def __init__(self, devices: int) -> None:
@@ -114,7 +114,7 @@ class ConcurrentTimer:
 def measure_speeds(
     group: Group, clock: Clock | None = None, kinds: Sequence[DType] = PROBED_DTYPES, rounds: int = 1 + PROBE_ROUNDS
 ) -> Speeds:
-    """Measure the speeds of devices that work at the same time, and of collectives and messages between the first two.
+    """Measure the speeds of devices while all of them work, and the speed of communication between the first two.
 
     Args:
         group: The devices and their backends.
@@ -127,7 +127,7 @@ def measure_speeds(
 
 
 class ProbeRuns:
-    """The calibration probes of a device group: small graphs that are bound to memory and ready to be timed.
+    """The calibration probes of a device group: small graphs, planned and bound to memory, that are ready to be timed.
 
     A round runs all probes in turn. Therefore a temporary disturbance affects all of them, and the weights of a probe
     leave the caches before the next round.
@@ -187,7 +187,7 @@ class ProbeRuns:
             ]
 
     def measure_round_seconds(self) -> dict[str, float]:
-        """Run one round of all probes, and return the measured seconds of each probe by name.
+        """Run each probe once, and return the measured seconds by probe name.
 
         A name ``alone ...`` is a probe that runs on the first device only. A name ``again ...`` is a group of probes
         that run one after another.
@@ -207,7 +207,11 @@ class ProbeRuns:
         )
 
     def fit_speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
-        """Compute the speeds of the devices from the trimmed mean of the seconds of each probe over `rounds`."""
+        """Compute the speeds of the devices from several rounds of measurements.
+
+        Args:
+            rounds: The seconds of each probe by name, one mapping for each round. The trimmed mean of a probe is used.
+        """
         seconds = {name: compute_trimmed_mean([each[name] for each in rounds]) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.executors.items()}
         return SpeedFit(
@@ -216,9 +220,9 @@ class ProbeRuns:
 
 
 def bind_probe_plan(plan: Plan) -> Executor:
-    """Bind the plan of a probe to weights of constant bytes or ones, and to inputs of zeros.
+    """Load the plan of a probe with made-up data, so that it can be timed.
 
-    Quantised weights have `WEIGHT_FILL_BYTE` in each byte. All other weights are ones.
+    Quantised weights have `WEIGHT_FILL_BYTE` in each byte. Other weights are ones, and inputs are zeros.
     """
     store = Store(plan.group)
     for v in plan.graph.weights:
@@ -236,7 +240,7 @@ def bind_probe_plan(plan: Plan) -> Executor:
 
 
 def _list_matvec_probe_names(kinds: Sequence[DType]) -> list[str]:
-    """List the names of the matrix-vector probes, larger probes first.
+    """List the names of the matrix-vector probes, sorted by size, largest first.
 
     Probes of one size are in the reverse order of `kinds`: the dtypes with the longest read time come first.
     """
@@ -244,9 +248,7 @@ def _list_matvec_probe_names(kinds: Sequence[DType]) -> list[str]:
 
 
 def _select_probes_for_bytes(nbytes: int, sizes: Mapping[str, int]) -> list[str]:
-    """Select probes that together read at most `nbytes` of weights and at least 15/16 of it.
-
-    Return an empty list if there are no such probes.
+    """Select probes that together read between 15/16 of `nbytes` and `nbytes` bytes of weights; else return no probe.
 
     Args:
         nbytes: The most bytes to read.

@@ -49,11 +49,14 @@ MAX_NODE_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """The difference between a computed value and its reference, with the largest allowed error.
+    """The difference between a value that the devices computed and its reference.
 
-    `error` is the largest relative error of a row along the last axis: the norm of the difference divided by the norm
-    of the reference. `limit` is the largest allowed error. `index` is the position of the entry with the largest
-    absolute difference, `actual` is that entry and `expected` the entry of the reference.
+    - `graph`, `name`, `node`: the graph, and the name and the node of the value.
+    - `error`: the largest relative error of a row along the last axis. It is the norm of the difference divided by the
+      norm of the reference.
+    - `limit`: the largest allowed error.
+    - `index`: the position of the entry with the largest absolute difference.
+    - `actual`, `expected`: this entry in the computed value and in the reference.
     """
 
     graph: Graph
@@ -67,17 +70,17 @@ class ValueDifference:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the value is wrong: the error exceeds the limit or is NaN."""
+        """Whether the error is NaN or larger than the limit."""
         return not self.error <= self.limit
 
     @property
     def error_share(self) -> float:
-        """The error divided by the allowed error (`limit`); if `limit` is 0, the error itself."""
+        """The error as a multiple of the allowed error (`limit`); if `limit` is 0, the error itself."""
         return self.error / self.limit if self.limit else self.error
 
     @property
     def surrounding_lines(self) -> str:
-        """The lines of the graph text that surround the node."""
+        """The lines of the graph text near the node, for messages."""
         return format_surrounding_nodes(self.graph, self.node)
 
     def __str__(self) -> str:
@@ -89,7 +92,11 @@ class ValueDifference:
 
 
 class NodeComparer:
-    """Compares the runs of a plan with a reference device, node by node."""
+    """Compares each value that a plan computes on its devices with the value that a reference device computes.
+
+    The reference device receives the operands that were observed on the devices. So the error of each node is seen
+    alone.
+    """
 
     plan: Plan
     store: Store
@@ -130,10 +137,11 @@ class NodeComparer:
 
     @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def compare_values(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[ValueDifference]:
-        """Run one step, and yield the difference between each computed value and its reference, in graph order.
+        """Run one step of the plan, and yield the difference between each computed value and its reference.
 
-        The differences of the outputs come last. They are from a run without observed values, and their limit is the
-        largest limit of all values. The states advance only after the caller has asked for all differences.
+        The differences are in graph order; outputs come last. Outputs are from a run without observed values, and their
+        limit is the largest limit of all values. The states advance only after the caller has asked for all
+        differences.
         """
         plain = Executor(self.plan, self.store)
         before = {v.node.name: np.array(self.store.state(v.node.name)) for v in self.plan.graph.states}
@@ -167,8 +175,8 @@ class NodeComparer:
     ) -> ValueDifference | None:
         """Find the first value that is wrong only if its node is fused with others in one kernel, or return None.
 
-        A fused kernel computes several nodes at once. It is not used if a value between these nodes is observed.
-        Therefore each run observes a single value, and compares it with the run in which all values were observed. A
+        A fused kernel computes several nodes at once. If a value between these nodes is observed, the backend does not
+        fuse them. So a run observes only one value, and is compared with the run in which all values were observed. A
         binary search finds the first wrong value.
 
         Args:
@@ -194,7 +202,7 @@ class NodeComparer:
     def _run_observed_graph(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], before: Mapping[str, Array]
     ) -> DeviceCopies:
-        """Run a graph with observed values once, and return the outputs of each device.
+        """Plan and run a graph with observed values once, and return each output as it is on each device.
 
         Args:
             graph: The graph, with the observed values as further outputs.
@@ -210,11 +218,14 @@ class NodeComparer:
             self.store.state(name)[...] = array
 
     def _build_portion_graphs(self, names: Sequence[str]) -> tuple[Graph, Graph]:
-        """Build two graphs that compute the named values: the graph of the plan, and a graph that isolates each value.
+        """Build two graphs for a portion of the values: one for the devices of the plan, one for the reference device.
+
+        Args:
+            names: The names of the values of the portion.
 
         Returns:
-            The graph of the plan, with the named values and their operands as further outputs.
-            A graph that computes each named value from its operands alone. The operands are inputs of equal name.
+            The graph of the plan, with these values and their operands as further outputs.
+            A graph that computes each of the values from its operands alone. The operands are inputs of equal name.
         """
         graph = self.plan.graph
         known = {value: name for name, value in self.values.items()}
@@ -238,7 +249,7 @@ class NodeComparer:
     def _compute_expected_values(
         self, graph: Graph, inputs: Mapping[str, npt.ArrayLike], states: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Compute the expected values of one portion (a part of the graph's nodes) on the reference device.
+        """Compute the reference of each value of a portion (a part of the graph) on the reference device.
 
         Args:
             graph: A graph of the portion, in which the operands from outside are inputs.
@@ -255,7 +266,13 @@ class NodeComparer:
         return run.run({v.node.name: inputs[v.node.name] for v in graph.inputs})
 
     def _compute_difference(self, name: str, copies: Sequence[Array], expected: Array) -> ValueDifference:
-        """Compute the difference between a value and its reference; of several device copies, the worst one counts."""
+        """Return the difference between a value and its reference.
+
+        Args:
+            name: The name of the value.
+            copies: The value on each device that has it; the worst of them counts.
+            expected: The reference.
+        """
         value, limit = self.values[name], self._compute_allowed_error(self.values[name])
         error, at, worst = max(
             ((*_compute_worst_row_error(copy, expected), copy) for copy in copies), key=lambda scored: scored[0]
@@ -265,7 +282,10 @@ class NodeComparer:
         )
 
     def _compute_allowed_error(self, value: Value) -> float:
-        """Compute the largest allowed error of a value, relative to its norm; 0 for integers."""
+        """Return the largest allowed relative error of a value; it is 0 for integers.
+
+        For floats it is a multiple of the largest rounding error that a backend declares for the node.
+        """
         if value.dtype.is_integer:
             return 0.0
         backends = {device_plan.backend for device_plan in self.plan.device_plans} | {self.reference_device[0]}
@@ -274,10 +294,10 @@ class NodeComparer:
 
 
 def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
-    """Split the computed values of a graph into portions of at most `MAX_PORTION_BYTES`; return their value names.
+    """Split the computed values of a graph into portions, to observe one portion in each run; return value names.
 
-    A portion is a part of the values that is observed in one run. Views and empty values are omitted, because nothing
-    is computed for them.
+    The values and operands of a portion have at most `MAX_PORTION_BYTES` bytes. Views and empty values are omitted,
+    because nothing is computed for them.
     """
     portions: list[list[str]] = [[]]
     counted, free_bytes = set[Value](), MAX_PORTION_BYTES
@@ -297,9 +317,10 @@ def _split_graph_into_portions(graph: Graph) -> list[list[str]]:
 
 
 def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tuple[int, ...]]:
-    """Compute the largest relative error of a row, and the index of the entry with the largest absolute difference.
+    """Return the largest relative error of a row, and the index of the entry with the largest absolute difference.
 
-    Equal infinities count as equal, and so does NaN in both arrays. NaN in only one array is an infinite difference.
+    A row is along the last axis. Its error is the norm of the difference divided by the norm of the expected row. Equal
+    infinities count as equal, and so does NaN in both arrays. NaN in only one array is an infinite difference.
     """
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     with np.errstate(all="ignore"):
@@ -316,12 +337,12 @@ def _compute_worst_row_error(actual: Array, expected: Array) -> tuple[float, tup
 
 
 def format_surrounding_nodes(graph: Graph, node: Node, reach: int = 2) -> str:
-    """Return the graph text of the nodes that surround a node; ``>`` marks the node itself.
+    """Return the lines of the graph text near a node, with ``>`` before the line of the node.
 
     Args:
         graph: The graph of the node.
         node: The marked node.
-        reach: Largest distance of the printed operands from the node, in nodes. Direct users are printed too.
+        reach: The number of steps back from the node through operands. Direct readers of the node are printed too.
     """
     printed, edge = {node}, {node}
     for _ in range(reach):

@@ -23,9 +23,9 @@ from .probe_graphs import LONG_CHAIN_WIDTH, SHORT_CHAIN_WIDTH
 
 
 class SpeedFit:
-    """Computes the speeds of a device group from measured probes: their plans and their seconds.
+    """Computes the speeds of a device group from the measured seconds of small graphs, called probes.
 
-    The properties are seconds per unit of work. `compute_speeds` returns their inverses.
+    Properties are seconds per unit of work, such as a FLOP or a byte. `compute_speeds` returns their inverses.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SpeedFit:
         self.work_by_probe = {name: _sum_plan_work(plan) for name, plan in plans.items()}
 
     def compute_speeds(self) -> Speeds:
-        """Compute the speeds of the devices, and of collectives and messages if there are several devices."""
+        """Return the speeds of the devices; for several devices also the speeds of collectives and messages."""
         own = Speeds(
             {kind: 1 / seconds for kind, seconds in self.seconds_per_memory_byte.items()},
             {kind: 1 / seconds for kind, seconds in self.seconds_per_weight_flop.items()},
@@ -86,12 +86,12 @@ class SpeedFit:
 
     @property
     def seconds_per_activation_byte(self) -> float:
-        """The seconds per byte of activations that is read or written."""
+        """The seconds to read or write one byte of activations."""
         return self.seconds_per_unweighted_flop_and_activation_byte[1]
 
     @cached_property
     def seconds_per_unweighted_flop_and_activation_byte(self) -> tuple[float, float]:
-        """The seconds per FLOP without weights, and the seconds per byte of activations, solved from two probes."""
+        """The seconds per FLOP without weights, and the seconds per byte of activations, from two probes together."""
         names = ("attention", "values")
         return _solve_for_seconds_per_unit(
             [
@@ -110,7 +110,7 @@ class SpeedFit:
 
     @property
     def seconds_per_state_byte(self) -> float:
-        """The seconds per byte of a state that is read."""
+        """The seconds to read one byte of a state."""
         work = self.work_by_probe["states"]
         return self.compute_dominant_seconds_per_item(
             "states",
@@ -158,9 +158,9 @@ class SpeedFit:
 
     @property
     def cache_hit_share_by_bytes(self) -> dict[str, float]:
-        """The share of repeatedly read bytes that caches supply, by the number of bytes that all devices read.
+        """The fraction of repeatedly read bytes that caches supply, by the number of bytes that all devices read.
 
-        The share never grows with the number of bytes.
+        Measurement errors are smoothed: the fraction never grows with the number of bytes.
         """
         share, shares = 1.0, {}
         for name, probes in self.reread_probes.items():
@@ -182,7 +182,7 @@ class SpeedFit:
         return shares
 
     def compute_link_bandwidth_and_latency(self) -> tuple[float, float]:
-        """Compute the bandwidth and the latency of the link between two devices.
+        """Return the bandwidth and the latency of the link between two devices.
 
         Each figure is from the difference between a probe with communication and one without. The bandwidth is in
         bytes/s of messages, at most 1e13. The latency is the seconds of one small all-reduce.
@@ -199,10 +199,11 @@ class SpeedFit:
         return moved / max(long - short, moved / 1e13), latency
 
     def compute_solo_speedups(self) -> tuple[float, float]:
-        """Compute how much faster one device is while the other devices are idle.
+        """Return how much faster one device is while the other devices are idle.
 
-        Returns the factor for arithmetic and the factor for memory reads. Each is at least 1. It is the median over the
-        dtypes that were also measured on one device.
+        Returns:
+            The factor for arithmetic and the factor for memory reads, each at least 1. Each is the median over the
+            dtypes that were also measured on one device.
         """
         names = [name.partition(" ")[2] for name in self.probe_seconds if name.startswith("alone ")]
         ratios = {
@@ -227,9 +228,10 @@ class SpeedFit:
         return max(total - self.launch_seconds * self.launch_counts[name], total / 10)
 
     def compute_dominant_seconds_per_item(self, name: str, count: float, other_seconds: float) -> float:
-        """Compute the seconds per item (such as a FLOP or a byte) of the work that takes most of a probe's time.
+        """Return the seconds per item, such as a FLOP or a byte, of the kind of work that takes most of a probe's time.
 
-        At least a tenth of the seconds without launches count as the time of these items.
+        The time of the other work is subtracted. At least a tenth of the seconds without launches is left for the
+        items.
 
         Args:
             name: Name of the probe.
@@ -239,16 +241,25 @@ class SpeedFit:
         return max(self.subtract_launch_seconds(name) - other_seconds, self.subtract_launch_seconds(name) / 10) / count
 
     def compute_seconds_per_weight_byte(self, name: str, kind: str) -> float:
-        """Compute the seconds in which a matrix-vector probe reads one byte of weights of dtype `kind`."""
+        """Return the seconds in which a matrix-vector probe reads one byte of weights.
+
+        Args:
+            name: Name of the probe.
+            kind: The dtype of its weights.
+        """
         return self.compute_dominant_seconds_per_item(
             name, self.work_by_probe[name].stored_bytes, self.estimate_non_reading_seconds(name, kind)
         )
 
     def estimate_non_reading_seconds(self, name: str, kind: str) -> float:
-        """Estimate the seconds of a matrix-vector probe without kernel launches and without reading weights.
+        """Estimate the seconds of a matrix-vector probe that are neither kernel launches nor reads of weights.
 
         The result is the longer of the arithmetic time and the activation time, because a product loads activations
         during arithmetic.
+
+        Args:
+            name: Name of the probe.
+            kind: The dtype of its weights.
         """
         work = self.work_by_probe[name]
         return max(
@@ -258,7 +269,7 @@ class SpeedFit:
 
 
 def _sum_plan_work(plan: Plan) -> WorkEstimate:
-    """Sum the work of all nodes in the graph of a plan: FLOPs, bytes, and bytes of weights and states."""
+    """Return the FLOPs and bytes of all nodes of a plan's graph together."""
     counts = WorkCounter()
     works = [counts.count_work(node) for node in plan.graph.nodes if not node.is_leaf]
     return WorkEstimate(sum(w.flops for w in works), sum(w.nbytes for w in works), sum(w.stored_bytes for w in works))
@@ -267,8 +278,8 @@ def _sum_plan_work(plan: Plan) -> WorkEstimate:
 def _solve_for_seconds_per_unit(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Solve two equations ``a * x + b * y = seconds`` for `x` and `y`, the seconds per unit of two kinds of work.
 
-    `x` dominates the first equation and `y` the second one. At least a tenth of the seconds of each equation is
-    attributed to its dominant kind of work, so that no result is zero or negative.
+    `x` must dominate the first equation, and `y` the second. At least a tenth of the seconds of each equation is
+    attributed to its dominant kind of work. So both results are positive in spite of measurement errors.
 
     Args:
         equations: Two tuples of `a`, `b` and `seconds`.

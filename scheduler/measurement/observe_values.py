@@ -25,10 +25,11 @@ OBSERVED_PREFIX = "observed "
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of the elements of one value: minimum, maximum, mean, norm, and the number of NaN elements.
+    """Statistics of the elements of one value, without the NaN elements.
 
-    All figures except `nan_count` omit NaN elements; they are NaN if no element is left. `norm` is the square root of
-    the sum of squares.
+    - `least`, `most`, `mean`: the minimum, the maximum and the mean; NaN if no element is left.
+    - `norm`: the square root of the sum of squares.
+    - `nans`: the number of NaN elements.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class Statistics:
 
 
 def collect_computed_values(graph: Graph) -> dict[str, Value]:
-    """Collect the computed values of a graph by their names in graph text: the results of all nodes except leaves.
+    """Return all values that a graph computes (the results of all nodes except leaves), by their names in graph text.
 
     A node with several results has names such as ``name#1``.
     """
@@ -74,7 +75,7 @@ def collect_computed_values(graph: Graph) -> dict[str, Value]:
 
 @validate_arguments(PlanError, graph=instance_of(Graph), pattern=TEXT)
 def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
-    """Select the computed values with names that match a regular expression anywhere, in graph order.
+    """Return the computed values with names in which a regular expression matches some part, in graph order.
 
     Raises:
         PlanError: `pattern` is not a regular expression, or no name contains a match.
@@ -92,7 +93,7 @@ def select_matching_values(graph: Graph, pattern: str) -> dict[str, Value]:
 
 
 def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
-    """Return a copy of `graph` with `values` as further outputs, the observed values.
+    """Return a copy of `graph` that also outputs the given values, which are called observed values.
 
     `select_observed_outputs` finds their arrays among the outputs of a run.
     """
@@ -100,9 +101,10 @@ def with_observed_values(graph: Graph, values: Mapping[str, Value]) -> Graph:
 
 
 def select_observed_outputs(outputs: Mapping[str, T]) -> dict[str, T]:
-    """Select the observed values from the outputs of a run of a graph that `with_observed_values` returned.
+    """Return the observed values among the outputs of a run, under the names that `with_observed_values` received.
 
-    The result has the names that `with_observed_values` received.
+    Args:
+        outputs: The outputs of a run of a graph that `with_observed_values` returned.
     """
     return {
         name.removeprefix(OBSERVED_PREFIX): value for name, value in outputs.items() if name.startswith(OBSERVED_PREFIX)

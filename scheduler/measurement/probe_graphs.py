@@ -19,9 +19,11 @@ SUMMED_WIDTH, SHARDED_HIDDEN_WIDTH = 256, 512
 
 
 def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
-    """Build the probe graph of matrix-vector products: a chain of products with weights of `nbytes` bytes in all.
+    """Build the probe of matrix-vector products: a chain of products that read about `nbytes` bytes of weights.
 
-    The dtype of the weights is `kind`. There is at least one weight.
+    Args:
+        kind: Dtype of the weights.
+        nbytes: Bytes of all weights together. There is at least one weight.
     """
     return build_matmul_graph(kind, max(1, nbytes // weight("w", (WEIGHT_WIDTH, WEIGHT_WIDTH), kind).spec.nbytes), 1)
 
@@ -29,7 +31,7 @@ def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
 def build_launch_chain_graph(length: int) -> Graph:
     """Build the probe of kernel launches and of messages: a chain of small nodes over `length` elements.
 
-    Half of the nodes reduce a row, and half are element-wise. Names begin alternately with ``a.`` and ``b.``, so that
+    Half of the nodes reduce a row, and half are element-wise. Names begin alternately with ``a.`` and ``b.``. So
     placement rules can put neighbours on different devices, which then exchange messages.
     """
     x: Value = input("x", (1, length))
@@ -40,7 +42,7 @@ def build_launch_chain_graph(length: int) -> Graph:
 
 
 def build_prefill_activation_graph() -> Graph:
-    """Build the probe of prefill activations: the ops of decoder layers over a prompt, without matrix products."""
+    """Build the probe of activations in prefill: the ops of decoder layers over a prompt, without matrix products."""
     x: Value = input("x", (PROMPT_ROWS, WEIGHT_WIDTH))
     for _ in range(ACTIVATION_LAYERS):
         x = add(x, swiglu(rms_norm(x, eps=1e-6), x))
@@ -65,7 +67,8 @@ def build_sharded_matmul_graph(hidden: int) -> Graph:
     """Build the probe of collectives: pairs of matrix products that two devices shard over `hidden` elements.
 
     The devices sum the results of each pair with a collective, as in the layers of a model. Sums are measured instead
-    of messages because plans have far more sums. A message takes longer, because its receiver sleeps while it waits.
+    of messages, because plans have far more sums. A message would take longer, because its receiver sleeps while it
+    waits.
     """
     x: Value = input("x", (1, SUMMED_WIDTH))
     up, down = weight("up", (hidden, SUMMED_WIDTH), DType.F32), weight("down", (SUMMED_WIDTH, hidden), DType.F32)
@@ -89,7 +92,8 @@ def build_prefill_attention_graph() -> Graph:
 def build_decode_attention_graph(nbytes: int) -> Graph:
     """Build the probe of decode attention: one token attends to a full context, in successive layers.
 
-    The keys and values of all layers have `nbytes` bytes together.
+    Args:
+        nbytes: Bytes of the keys and values of all layers together.
     """
     q: Value = input("q", (1, 8, 64))
     places = constant("places", np.array([2 * PROMPT_ROWS - 1], np.int32))
@@ -109,7 +113,7 @@ def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
 
 
 def build_delta_rule_graph() -> Graph:
-    """Build the probe of recurrent ops: the gated delta rule over a prompt; each token reads the last state."""
+    """Build the probe of recurrent ops: the gated delta rule over a prompt, where each token reads the last state."""
     q, k, v = (input(name, (PROMPT_ROWS, 8, 128)) for name in "qkv")
     g, beta = input("g", (PROMPT_ROWS, 8, 1)), input("beta", (PROMPT_ROWS, 8))
     y, _ = gated_delta_net(q, k, v, g, beta, input("state", (8, 128, 128)))

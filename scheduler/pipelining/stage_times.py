@@ -19,16 +19,16 @@ STEADY_STATE_RUNS = 64
 
 
 class StageTime(NamedTuple):
-    """The predicted seconds of one pipeline stage in one run: messages to the stage, and its compute."""
+    """The predicted seconds of one pipeline stage in one run: for messages to the stage, and for its compute."""
 
     message_seconds: float
     compute_seconds: float
 
 
 def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
-    """Build the pipeline order: the order of each device's actions when several runs follow each other.
+    """Return the order of the actions of each device when several runs are pipelined.
 
-    A device begins a run when it has saved the results of its part of the previous run.
+    A device begins a run as soon as it has saved its results of the previous run.
 
     Args:
         plans: The plan of each run, in order.
@@ -51,7 +51,7 @@ def build_pipeline_order(plans: Sequence[Plan]) -> PipelineOrder:
 
 
 def count_pipeline_stages(plan: Plan) -> int:
-    """Count the pipeline stages of a plan; the count is 1 if all devices share a collective."""
+    """Return the number of pipeline stages of a plan; it is 1 if all devices share a collective."""
     return (
         1
         if any(find_all_device_collective_faults([device_plan.program for device_plan in plan.device_plans]))
@@ -60,13 +60,13 @@ def count_pipeline_stages(plan: Plan) -> int:
 
 
 def _list_stage_devices(plan: Plan) -> list[tuple[int, ...]]:
-    """List the devices of each pipeline stage, in the order of the device numbers."""
+    """Return the device numbers of each pipeline stage, which is a collective group or else a single device."""
     groups = dict.fromkeys(find_collective_groups([device_plan.program for device_plan in plan.device_plans]))
     return [(number,) for number in range(len(plan.device_plans))] if len(groups) == 1 else [*groups]
 
 
 def estimate_stage_times(plan: Plan) -> list[StageTime]:
-    """Estimate the seconds of each pipeline stage in steady state, when all devices work."""
+    """Estimate the seconds of each pipeline stage in one run, while all stages work on different runs."""
     message_seconds, work = [0.0] * len(plan.device_plans), [0.0] * len(plan.device_plans)
     for stage in plan.pipelined_timeline:
         sent = stage.op == "send"
@@ -80,7 +80,7 @@ def estimate_stage_times(plan: Plan) -> list[StageTime]:
 
 
 def format_stage_count(stages: int, devices: int) -> str:
-    """Format the number of pipeline stages as text: ``4 devices``, or ``2 teams of 4 devices``.
+    """Describe the pipeline stages in words: ``4 devices`` for stages of one device, else ``2 teams of 4 devices``.
 
     Args:
         stages: The number of pipeline stages.
@@ -90,11 +90,11 @@ def format_stage_count(stages: int, devices: int) -> str:
 
 
 def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
-    """Estimate the interval between the ends of two pipelined runs in steady state, in seconds.
+    """Estimate the seconds between the ends of two successive pipelined runs, long after the start.
 
     Args:
         plan: The plan of each run.
-        runs_in_progress: The number of runs in progress. A run begins when the first of them ends.
+        runs_in_progress: The most runs in progress. A further run begins when the oldest of them ends.
     """
     clock = [0.0] * len(plan.device_plans)
     ends: list[float] = []
@@ -107,7 +107,7 @@ def estimate_run_interval(plan: Plan, runs_in_progress: int) -> float:
 
 
 def estimate_pipeline_speedup(plan: Plan) -> float:
-    """Estimate the speedup of pipelined runs over single runs that wait for each other.
+    """Estimate how much faster pipelined runs are than single runs that wait for each other.
 
     The speedup is 1 if all devices share a collective. It is at most the number of pipeline stages, or slightly more
     where messages overlap with compute.

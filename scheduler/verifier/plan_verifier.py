@@ -53,9 +53,10 @@ def verify_plan(plan: Plan) -> None:
 
 
 def find_plan_faults(plan: Plan) -> Iterator[str]:
-    """Find all faults of a plan, and yield each as text; a correct plan has none.
+    """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none.
 
-    For a plan with repeated layers, the proof of the shortened plan stands for the proof of all layers (`repeating`).
+    If all device plans are unrolled from a short plan with few repeated layers, only the short plan is checked,
+    together with the conditions for unrolling.
     """
     of = find_shortened_graph(plan)
     if of is None:
@@ -72,12 +73,14 @@ def find_plan_faults(plan: Plan) -> Iterator[str]:
 
 
 def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., ValueTrace]) -> Iterator[str]:
-    """Yield all faults of a plan by a check of each instruction, without use of repeated layers.
+    """Yield all faults of a plan by a check of every instruction of every device.
+
+    The proof by induction over repeated layers is not used here.
 
     Args:
         plan: The plan.
-        make_trace: Makes the value trace of all devices, from the value numbering, the device graphs and the leaf
-            facts.
+        make_trace: Builds the value trace (facts about the values of all devices) from three arguments: the value
+            numbering, the device graphs and the leaf facts.
     """
     sound = True
     for why in find_plan_field_faults(plan):
@@ -115,19 +118,19 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
 
 
 def _is_computation(node: Node) -> bool:
-    """Return whether a node runs a kernel: it is neither a leaf nor a view, and its op is known."""
+    """Return whether a node runs a kernel; leaves, views and unknown ops do not."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
 def _find_unproven_device_program_faults(
     device_plan: DevicePlan, proven_device_plans: dict[tuple[object, ...], list[DevicePlan]]
 ) -> Iterator[str]:
-    """Yield the faults of a device's graph and program, unless an equal graph and program is proven already.
+    """Yield the faults of a device's program, unless an earlier device has an equal program that is proven correct.
 
     Args:
         device_plan: The graph and the program of the device.
-        proven_device_plans: The device plans without faults so far, by a key that equal ones share. A correct device
-            plan is added.
+        proven_device_plans: The device plans without faults so far, by program comparison key. `device_plan` is added
+            if it has no faults.
     """
     try:
         if device_plan.graph.roots():  # a device may have no work
@@ -152,10 +155,10 @@ def _find_unproven_device_program_faults(
 
 
 def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[IndexRanges, ...]) -> bool:
-    """Return whether later runs or plans read a value with this layout from `device`.
+    """Return whether a state or an output with this layout is read from `device` after the run.
 
-    A `Local` value is read from its first device, a replicated value from device 0, and a shard from each device with
-    entries.
+    A `Local` value is read from its first device, and a replicated value from device 0. A shard is read from each
+    device that has entries.
 
     Args:
         layout: The layout of the value.
@@ -168,16 +171,16 @@ def _is_read_from_device(layout: Layout, device: int, device_entries: tuple[Inde
 
 
 def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
-    """Return whether other devices have all entries of a sharded value, and `device` has none."""
+    """Return whether a value is sharded such that `device` has no entries of it, but others have."""
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
 class _PlanCheck:
-    """The check of one plan: the values of all devices are compared with the values of the user's graph.
+    """The check of one plan: it derives the values of all devices and compares them with the user's graph.
 
     Args:
         plan: The plan.
-        make_trace: Makes the value trace of all devices.
+        make_trace: Builds the value trace, which derives the values of all devices.
     """
 
     def __init__(self, plan: Plan, make_trace: Callable[..., ValueTrace]) -> None:
@@ -187,8 +190,8 @@ class _PlanCheck:
     def find_faults(self) -> Iterator[str]:
         """Yield the faults of the plan, as text.
 
-        Faults of leaf layouts and of device values come first. Without any, faults of outputs, updates and pins
-        follow.
+        Leaf layouts and device values are checked first. Outputs, updates and pins are checked only if device values
+        are right.
         """
         leaves: dict[tuple[int, str], Fact] = {}
         for node in self.plan.graph.nodes:
@@ -204,9 +207,9 @@ class _PlanCheck:
             yield why + trace.search_limit_note
 
     def _find_pinned_node_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield pinned nodes that another device than the pinned one computes, or that no device computes.
+        """Yield faults of pinned nodes, which must be computed on their device and on no other device.
 
-        Nodes with the same value number may run on the device of either.
+        Nodes that compute equal values may run on the pinned device of any of them.
         """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
@@ -239,7 +242,10 @@ class _PlanCheck:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _list_device_entries(self, value: Value, layout: Layout | None) -> list[tuple[IndexRanges, ...] | None] | str:
-        """List the entries of `value` on each device (None without any), or return the fault of the layout as text."""
+        """Return the entries of `value` on each device according to a layout; None for a device without the value.
+
+        If the layout is malformed, the fault is returned as text.
+        """
         full = tuple(map(make_full_index, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.device_count for d in layout.devices):
@@ -257,7 +263,7 @@ class _PlanCheck:
         return [full] * self.device_count
 
     def _check_shard_covers_value(self, value: Value, layout: Shard) -> str | None:
-        """Check that a sharded layout is well-formed and covers all entries of `value`; return the fault or None."""
+        """Return why a sharded layout is malformed or leaves entries of `value` on no device; None if it is right."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.index_ranges) != self.device_count:
             return f"is sharded along axis {layout.axis} for {len(layout.index_ranges)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
@@ -275,7 +281,7 @@ class _PlanCheck:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
-        """Record the fact about a leaf on each device, and yield the faults of its layout.
+        """Record for each device the entries of a leaf that it has, and yield the faults of the leaf's layout.
 
         Args:
             node: The leaf.
@@ -297,7 +303,7 @@ class _PlanCheck:
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _find_output_faults(self, trace: ValueTrace) -> Iterator[str]:
-        """Yield faults of outputs: missing or wrong values on a device, and outputs that the graph does not have."""
+        """Yield faults of outputs: missing or wrong outputs of a device, and outputs unknown to the user's graph."""
         for name, value in self.plan.graph.outputs.items():
             axes = self._list_device_entries(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
@@ -364,13 +370,13 @@ class _PlanCheck:
         expected_entries: tuple[IndexRanges, ...],
         subject: str,
     ) -> Iterator[str]:
-        """Yield a fault if a device's output or new state is not the expected entries of a graph value.
+        """Yield a fault if an output or a new state of a device is another value, or has other entries than planned.
 
         Args:
-            trace: The facts of all device values.
-            device: Number of the device.
+            trace: The derived facts about all device values.
+            device: The number of the device.
             device_value: The value on the device at the end of a run.
-            graph_value: The value of the user's graph.
+            graph_value: The value of the user's graph that it must be.
             expected_entries: The entries of `graph_value` that the device must have.
             subject: The subject of the message, such as ``output 'y'``.
         """

@@ -22,15 +22,17 @@ COMMUNICATION_ATTRS = ("sequence", "to", "source", "rank")
 
 
 def make_program_comparison_key(graph: Graph, program: Program) -> Hashable:
-    """Return a dictionary key for the comparison of programs: equal programs share the key.
+    """Return a dictionary key that equal programs share, so that only few programs need a full comparison.
 
-    Programs with equal keys are only candidates; `is_equal_to_proven_program` compares them.
+    Programs with equal keys may still differ; `is_equal_to_proven_program` compares them.
     """
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
 def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Graph, proven_program: Program) -> bool:
-    """Return whether a program equals a proven program except for names, so that the proof holds for both.
+    """Return whether a program differs from a proven program only in names, so that the proof holds for both.
+
+    Collective partners and sequence numbers may also differ, because another proof checks them.
 
     Args:
         graph: The graph of the program in question. It is legal.
@@ -79,7 +81,10 @@ def is_equal_to_proven_program(graph: Graph, program: Program, proven_graph: Gra
 def _is_equal_node(
     node: Node, proven_node: Node, positions: Mapping[Node, int], proven_positions: Mapping[Node, int]
 ) -> bool:
-    """Return whether two nodes have the same op, attributes, specs, and operands at the same positions."""
+    """Return whether two nodes have the same op, attributes, specs, and operands at the same positions.
+
+    For collectives, partners and sequence numbers may differ.
+    """
     if node.op != proven_node.op or node.specs != proven_node.specs or len(node.src) != len(proven_node.src):
         return False
     if make_attribute_key(node.attrs) != make_attribute_key(proven_node.attrs) and (
@@ -98,14 +103,14 @@ def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
 def _list_value_positions(
     values: tuple[Value | None, ...], position_by_node: Mapping[Node, int]
 ) -> list[tuple[int, int] | None]:
-    """Return each value's position as (position of its node in the graph, result number); None if missing."""
+    """Return for each value (position of its node in the graph, result number); None for a missing operand."""
     return [None if v is None else (position_by_node[v.node], v.index) for v in values]
 
 
 def _has_equal_tensors(
     tensors: Mapping[str, Any], proven_tensors: Mapping[str, Any], name_by_proven_name: Mapping[str, str]
 ) -> bool:
-    """Return whether two tables of tensors by name are equal, if names of the proven table are translated.
+    """Return whether two tables of tensors by name are equal after the names of the proven table are translated.
 
     Args:
         tensors: The tensors of the program in question, by name.
@@ -118,7 +123,7 @@ def _has_equal_tensors(
 
 
 def _is_equal_instruction(instruction: Instruction, proven_instruction: Instruction) -> bool:
-    """Return whether two instructions have the same op, node number, operands, results and scratch."""
+    """Return whether two instructions have the same op, node number, operands, results and scratch; ignore names."""
     return (
         instruction.op == proven_instruction.op
         and instruction.index == proven_instruction.index
@@ -136,10 +141,19 @@ def _has_expected_name_and_attrs(
     leaf_by_proven_name: Mapping[str, str],
     proven_program: Program,
 ) -> bool:
-    """Return whether an instruction has the name and the attributes of its node.
+    """Return whether an instruction has the name and the attributes that are right for its own graph.
 
-    An instruction without a node copies or saves a state. It must have the attributes of the proven instruction, and
-    the name of the state in the same buffer.
+    An instruction of a node must have the name and the attributes of this node. An instruction without a node copies or
+    saves a state. It must have the attributes of the proven instruction, and be named after the state in the same
+    buffer.
+
+    Args:
+        instruction: The instruction in question.
+        proven_instruction: The instruction at the same position of the proven program.
+        graph: The graph of the program in question.
+        node_names: The name of each node of `graph`.
+        leaf_by_proven_name: The name of each leaf in `graph`, by its name in the proven graph.
+        proven_program: The proven program.
     """
     if instruction.index >= 0:
         node = graph.nodes[instruction.index]

@@ -18,7 +18,10 @@ from ..ir.layout import Layout, Local, Replicate, Shard
 
 
 def find_plan_field_faults(plan: Plan) -> Iterator[str]:
-    """Yield the faults of a plan's fields, as text; the graphs and programs of devices have other checks."""
+    """Yield as text the faults of a plan's fields: graph, devices, layouts, shares, unused devices and speeds.
+
+    The graphs and programs of devices are checked elsewhere.
+    """
     try:
         verify(plan.graph)
     except GraphError as why:
@@ -45,7 +48,7 @@ def find_plan_field_faults(plan: Plan) -> Iterator[str]:
 
 
 def _is_device_name(name: str) -> bool:
-    """Return whether `name` is a valid device name in normal form: parsed and formatted, it stays the same."""
+    """Return whether `name` is a valid device name in normal form, such as the name that `DeviceName` formats."""
     try:
         return str(DeviceName.parse(name)) == name
     except BackendError:
@@ -77,9 +80,9 @@ def _find_device_list_faults(plan: Plan) -> Iterator[str]:
 
 
 def find_device_leaf_faults(plan: Plan) -> Iterator[str]:
-    """Yield faults of leaves on devices: unknown names, and other ops, dtypes or layouts than in the user's graph.
+    """Yield faults of leaves on devices: a leaf that the user's graph does not have, or another op, dtype or layout.
 
-    The caller has checked graphs and layouts.
+    The caller has checked graphs and layouts before.
     """
     leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
     for number, device_plan in enumerate(plan.device_plans):
@@ -95,12 +98,12 @@ def find_device_leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_whole_value_on_device(layout: Layout, device: int) -> bool:
-    """Return whether a device has the whole value, all entries of all axes, under this layout."""
+    """Return whether a device has all entries of a value with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
 def _find_sharded_axis_faults(plan: Plan) -> Iterator[str]:
-    """Yield faults of sharded axes: axes that do not exist, or that differ from the axis of the leaf's layout."""
+    """Yield faults of the plan's sharded axes: an axis that does not exist, or differs from the layout of its leaf."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for sharded_factor in plan.sharded_factors:
         if [type(part) for part in sharded_factor] != [str, int, int, int]:

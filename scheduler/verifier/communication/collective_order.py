@@ -19,7 +19,14 @@ from ....ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """A call of a collective by a device: op, sequence number, attributes, and operand and result specs."""
+    """One call of a collective, such as an all-reduce or a send, in the program of one device.
+
+    - `device`: the number of the device.
+    - `op`, `attributes`: the op and its attributes.
+    - `sequence`: the sequence number; calls with the same number belong together.
+    - `specs`: the specs of the operands, followed by the specs of the results.
+    - `node`: the name of the node.
+    """
 
     device: int
     op: str
@@ -30,7 +37,11 @@ class CollectiveCall:
 
     @property
     def participant_agreement_key(self) -> tuple[object, ...]:
-        """The properties on which all participants must agree: all except the rank and the shard sizes."""
+        """The properties that must be equal in the calls of all participants.
+
+        These are the op and all attributes except the rank. For an all-reduce they include shapes and dtypes. Other
+        collectives may have shards of different sizes.
+        """
         terms = tuple((k, v) for k, v in sorted(self.attributes.items()) if k != "rank")
         return self.op, terms, make_shape_and_dtype_key(self.specs) if self.op == "all_reduce" else ()
 
@@ -39,9 +50,9 @@ class CollectiveCall:
 
 
 def make_shape_and_dtype_key(specs: Sequence[Spec | None]) -> tuple[object, ...]:
-    """Return the shapes and dtypes of a transfer as a key that must be equal on all participants.
+    """Return a key of the shapes and dtypes of a transfer that must be equal on all participants.
 
-    All float dtypes count as equal.
+    All float dtypes count as one dtype, because devices may store a value in different precisions.
     """
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
@@ -52,7 +63,7 @@ def list_collective_calls(device: int, program: Program) -> list[CollectiveCall]
 
 
 def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCall:
-    """Make the call of a collective instruction, with the specs of its operands and results."""
+    """Return the data of a collective instruction that the checks compare between devices."""
     number = instruction.attrs["sequence"]
     assert isinstance(number, int)
     shapes = (*(None if t is None else t.spec for t in instruction.src), *(t.spec for t in instruction.dst))
@@ -76,7 +87,10 @@ def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _find_group_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Yield faults of collectives in a device group: a missing participant, unequal calls, or a wrong rank."""
+    """Yield faults of collectives in a device group: a missing participant, unequal calls, or a wrong rank.
+
+    The group of a device has all devices with which it shares a collective. All of them must call all its collectives.
+    """
     groups: dict[int, dict[int, CollectiveCall]] = {}
     for call in (a for calls in calls_by_device for a in calls if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(call.sequence, {})[call.device] = call
@@ -116,7 +130,7 @@ def _find_message_faults(calls_by_device: Sequence[Sequence[CollectiveCall]]) ->
 
 
 def find_deadlocks(calls_by_device: Sequence[Sequence[CollectiveCall]]) -> Iterator[str]:
-    """Find deadlocks: simulate all devices in program order, and yield the calls that wait for each other.
+    """Simulate the collective calls of all devices in program order, and yield the calls that wait for each other.
 
     A send ends at once. A receive waits for its send. All other collectives wait for all participants.
     """

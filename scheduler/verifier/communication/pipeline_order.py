@@ -28,10 +28,11 @@ CallsWithParticipants = Sequence[Sequence[tuple[CollectiveCall, tuple[int, ...]]
 
 
 class PendingCollective(NamedTuple):
-    """The next collective that a device will call in a simulated run.
+    """The next collective that a device will call in the simulation of a pipeline.
 
-    The tuple has the number of the run, the call of the device's program, and the numbers of the participating
-    devices.
+    - `run`: the number of the run.
+    - `call`: the collective call of the device.
+    - `participants`: the numbers of all devices that call it.
     """
 
     run: int
@@ -43,11 +44,13 @@ class PendingCollective(NamedTuple):
 
 
 def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
-    """Yield all faults of a pipeline order, as text: actions in a wrong order, and collectives that do not match.
+    """Yield as text all faults of a pipeline order, which lists the actions of each device for several runs.
+
+    Faults are actions in a wrong order, collectives of different runs that meet, and devices that wait for each other.
 
     Args:
         programs_by_run: For each run the program of each device.
-        order: For each device its actions (`put`, `run`, `keep`), in order.
+        order: For each device its actions in order: `put` (write inputs), `run` (execute), `keep` (retain results).
     """
     known = [tuple(map(id, run)) for run in programs_by_run]
     calls_by_programs = {
@@ -78,18 +81,18 @@ def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], ord
 
 
 def find_all_device_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a fault for the first collective in which all devices participate.
+    """Yield a fault if all devices participate in one collective, because such runs cannot be pipelined.
 
-    Runs with such a collective cannot be pipelined: pipeline stages must work on different runs at the same time.
+    In a pipeline, devices must work on different runs at the same time. Only the first such collective is reported.
     """
     return _find_all_device_call_faults(_list_calls_with_participants(programs))
 
 
 def _list_calls_with_participants(programs: Sequence[Program]) -> CallsWithParticipants:
-    """Return the collective calls of each device, in program order, each with the numbers of its participants.
+    """List the collective calls of each device, in program order, each with the numbers of the participating devices.
 
     The participants of a message are its sender and its receiver. The participants of another collective are all
-    devices that call a collective with the same key.
+    devices that call a collective with the same sequence number.
     """
     calls_by_device = [list_collective_calls(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
@@ -110,7 +113,7 @@ def _list_sender_and_receiver(message: CollectiveCall) -> tuple[int, ...]:
 
 
 def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iterator[str]:
-    """Yield a fault for the first collective call in which all devices participate."""
+    """Yield a fault for the first call of a collective, except messages, in which all devices participate."""
     every = (
         a
         for calls in calls_by_device
@@ -125,11 +128,16 @@ def _find_all_device_call_faults(calls_by_device: CallsWithParticipants) -> Iter
 
 
 def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], run_count: int) -> Iterator[str]:
-    """Yield the actions of one device that are out of order and find wrong content in the arena or the states.
+    """Yield faults of one device's actions: an action that would find another run's data in the arena or the states.
 
-    The actions of a run must be `put`, `run`, `keep`, without an action of another run between them, because the
-    arena has room for one run. Runs must be executed in order, because each run reads the states that the run before
-    it left.
+    - The actions of a run must be `put`, `run`, `keep`, without an action of another run between them. The arena has
+      room for one run only.
+    - Runs must be executed in order, because each run reads the states that the run before it left.
+
+    Args:
+        device: The number of the device, for messages.
+        actions: Its actions, in order.
+        run_count: The number of runs that must be executed.
     """
     current_run, follows, state = -1, "put", 0
     for what, run in actions:
@@ -157,10 +165,10 @@ def _find_action_order_faults(device: int, actions: Sequence[PipelineAction], ru
 
 
 def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingCollective]]) -> Iterator[str]:
-    """Simulate the collectives of all devices, and yield the first mismatch or the calls that wait for each other.
+    """Simulate the collectives of all devices over all runs, and yield the first mismatch or a deadlock.
 
-    A collective is executed when all participants have reached it. A mismatch is a participant that calls another
-    collective, or the collective of another run.
+    A collective is executed when all participants have reached it. It is a mismatch if a participant has reached
+    another collective instead, or the collective of another run. It is a deadlock if calls wait for each other.
     """
     at = [0] * len(calls_by_device)
 
@@ -197,7 +205,7 @@ def _find_collective_order_faults(calls_by_device: Sequence[Sequence[PendingColl
 
 
 def _make_participant_agreement_key(pending: PendingCollective) -> tuple[object, int]:
-    """Return the key (op, sequence number) on which all participants of a collective must agree.
+    """Return the op and the sequence number of a pending collective, on which all participants must agree.
 
     `send` and `receive` count as the same op.
     """

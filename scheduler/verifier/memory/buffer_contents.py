@@ -18,11 +18,11 @@ from ....ops.registry import find_storage_kind
 
 
 class BufferContents:
-    """The values that the byte ranges of a device's buffers hold at the current instruction.
+    """The values that are in each byte range of a device's buffers, at one instruction of a simulated run.
 
-    For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
-    `overwritten_values` collects the values that lost bytes, until a caller clears the list. `arena_end` is the end
-    of the last value in the arena, which is buffer 0.
+    - `starts`, `ranges`: for each buffer its disjoint byte ranges in order, as first bytes and as (end byte, value).
+    - `overwritten_values`: the values that lost bytes, until a caller clears the list.
+    - `arena_end`: the end of the last value so far in the arena, which is buffer 0.
     """
 
     def __init__(self, program: Program) -> None:
@@ -33,9 +33,9 @@ class BufferContents:
         self.arena_end = 0
 
     def record_write(self, extent: tuple[int, int, int], value: object) -> None:
-        """Record that an instruction writes `value` to a byte range, and collect the values that the write overwrites.
+        """Record that an instruction writes a value to a byte range, and note the values that lose bytes.
 
-        The values with overwritten bytes are added to `overwritten_values`.
+        The values that lose bytes are added to `overwritten_values`. Their remaining bytes become unknown content.
 
         Args:
             extent: The buffer number, the first byte and the end byte.
@@ -62,12 +62,14 @@ class BufferContents:
         ranges[first:last] = [content for _, content in new]
 
     def find_content(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Find the value that was written to all bytes of `extent`, and return (first byte of the value, value).
-
-        Returns (first byte of `extent`, None) if the bytes hold several values or unknown content.
+        """Find the value that occupies all bytes of a byte range.
 
         Args:
             extent: The buffer number, the first byte and the end byte.
+
+        Returns:
+            The first byte of the value and the value. If the bytes have several values or unknown content, the first
+            byte of `extent` and None.
         """
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
@@ -76,7 +78,7 @@ class BufferContents:
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
     def check_bounds(self, tensor: Tensor) -> str | None:
-        """Check the bounds of a tensor: return why the tensor is not within its buffer, or None."""
+        """Return why a tensor is not within its buffer, or None if it is."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
             return f"{tensor} is in no buffer of the program"
         if not _has_valid_strides(tensor.shape, tensor.strides):
@@ -87,11 +89,11 @@ class BufferContents:
         return None
 
     def check_tensor_holds_view(self, tensor: Tensor, view: ViewedValue) -> str | None:
-        """Check that a tensor's bytes hold a view of a value: return why they do not, or None.
+        """Return why the bytes of a tensor do not hold the expected view of a value, or None if they do.
 
         Args:
             tensor: The tensor that an instruction reads.
-            view: The base value that must be in memory, with the offset, the shape and the strides of the view.
+            view: The expected value, as a view of the value that owns the memory.
         """
         if (tensor.shape, tensor.strides) != (view.shape, view.strides) or tensor.dtype is not view.dtype:
             return f"{tensor} is not {view.dtype}{list(view.shape)} with strides {list(view.strides)}"
@@ -109,9 +111,9 @@ class BufferContents:
 
 
 class ViewedValue(NamedTuple):
-    """A value as a view of the base value that owns its memory: base, offset, shape and strides.
+    """A value as a strided view of the memory of the value `base`.
 
-    Offset and strides count elements of the stored dtype.
+    Offset and strides count elements of the stored dtype. A value that owns its memory is its own base.
     """
 
     base: Value
@@ -130,17 +132,17 @@ class ViewedValue(NamedTuple):
 
 
 class ViewTable:
-    """A table with all views of a graph's values, each resolved to the value that owns the memory.
-
-    The ops declare how they compute views.
-    """
+    """A cache of the views of a graph's values; each value is resolved to the value that owns its memory."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.view_by_value: dict[Value, ViewedValue] = {}
 
     def resolve_view(self, value: Value) -> ViewedValue:
-        """Return a value as a view of the value that owns the memory; the results are cached."""
+        """Return a value as a strided view of the value that owns its memory.
+
+        A chain of view nodes is followed to its beginning. A value that owns its memory becomes a dense view of itself.
+        """
         if (known := self.view_by_value.get(value)) is not None:
             return known
         chain = [value]
@@ -157,7 +159,7 @@ class ViewTable:
 
 
 def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
-    """Apply a view node, such as a transpose, to the view of its operand; return a view of the same base."""
+    """Compute the view of a view node's result, such as a transpose, from the view of its operand."""
     shift, shape, strides = _compute_view_geometry(
         node.op, tuple(node.attrs.items()), source_view.shape, source_view.strides
     )
@@ -168,15 +170,15 @@ def _apply_view(node: Node, source_view: ViewedValue) -> ViewedValue:
 def _compute_view_geometry(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the offset, the shape and the strides of the view that an op takes of a tensor, in elements.
+    """Return the offset, the shape and the strides of a view op's result, all in elements.
 
-    The function applies the op's declared view to a NumPy array of single bytes that is never read.
+    NumPy computes them: the op's declared view is applied to a one-byte-per-element array that is never read.
 
     Args:
         op: The name of the view op.
         attrs: The attributes of the node.
-        shape: The shape of the source.
-        strides: The strides of the source, in elements.
+        shape: The shape of the operand.
+        strides: The strides of the operand, in elements.
     """
     as_view = REGISTRY[op].as_view
     assert as_view is not None
@@ -187,12 +189,14 @@ def _compute_view_geometry(
 
 
 def find_stored_dtype(backend: Backend, value: Value) -> DType:
-    """Find the dtype in which a backend stores a value that is not a view."""
+    """Return the dtype in which a backend stores a value; the value must own its memory (no view)."""
     return backend.storage_spec(value.spec, find_storage_kind(value)).dtype
 
 
 def check_scratch_tensor(contents: BufferContents, scratch: Tensor | None, needed_bytes: int) -> str | None:
-    """Check the scratch tensor of an instruction: return why it is not an aligned byte row in the arena, or None.
+    """Return why the scratch memory of an instruction is wrong, or None.
+
+    It must be an aligned row of bytes in the arena, with exactly the size that the backend needs.
 
     Args:
         contents: The buffers of the program.
@@ -215,14 +219,14 @@ def format_content(content: object) -> str:
 
 
 def compute_byte_extent(tensor: Tensor) -> tuple[int, int, int]:
-    """Compute the byte extent (buffer number, first byte, end byte) of all bytes that a tensor's strides reach."""
+    """Return the bytes that a tensor's strides reach, as (buffer number, first byte, end byte)."""
     reach = _compute_reachable_bytes(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Compute the bytes that strides can reach, from the first element to the end of the last element."""
+    """Return the number of bytes from the first element of a strided tensor to the end of its last element."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -231,10 +235,7 @@ def _compute_reachable_bytes(shape: tuple[int, ...], strides: tuple[int, ...], d
 
 @lru_cache(maxsize=1 << 14)
 def _has_valid_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor has one stride for each axis, and no negative or too large sizes and strides.
-
-    The largest allowed size or stride is ``MAX_SIZE // 16``.
-    """
+    """Return whether there is one stride for each axis, and sizes and strides are from 0 to ``MAX_SIZE // 16``."""
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 

@@ -46,7 +46,7 @@ def verify_program(graph: Graph, program: Program, backend: Backend) -> None:
 
 
 def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Yield all faults of `program` as text.
+    """Yield as text all reasons why a program does not compute its graph.
 
     Args:
         graph: The graph that the program must run.
@@ -85,7 +85,7 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
 
 
 class _ProgramCheck:
-    """The check of one program, instruction by instruction, against the contents of memory."""
+    """The check of one program: it simulates the instructions and tracks the values in memory."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
@@ -96,7 +96,7 @@ class _ProgramCheck:
         self.executed_work: set[object] = set()
 
     def find_faults(self) -> Iterator[str]:
-        """Find all faults of the program, in the order of its instructions."""
+        """Yield all faults of the program: inputs first, then the instructions in order, then the final contents."""
         yield from self._record_leaf_contents()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.undo_check.restore_by_step:
@@ -116,7 +116,10 @@ class _ProgramCheck:
     # -------------------------------------------------------------------------------------------------- both ends
 
     def _record_leaf_contents(self) -> Iterator[str]:
-        """Record the leaves as the content of their buffers before the first instruction; yield faults of inputs."""
+        """Record the leaves as the contents of their buffers before the first instruction.
+
+        Yields faults of inputs: a missing or wrong location, or an overlap with another input.
+        """
         memory, program = self.contents, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
@@ -141,7 +144,7 @@ class _ProgramCheck:
         memory.overwritten_values.clear()
 
     def _find_final_content_faults(self) -> Iterator[str]:
-        """Yield nodes that did not run, missing outputs, and wrong final content of weights, states and the arena."""
+        """Yield faults at the end of a run: nodes that did not run, wrong contents of outputs, leaves or the arena."""
         program, memory = self.program, self.contents
         for node in self.graph.nodes:
             if not node.is_leaf and not op_of(node).is_view and node not in self.executed_work:
@@ -161,7 +164,10 @@ class _ProgramCheck:
             yield f"its arena has {program.buffers[0].nbytes} bytes, but its contents need {memory.arena_end}"
 
     def _is_allowed_final_content(self, content: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may hold this content after a run: the updated state, or else the old content."""
+        """Return whether a leaf's buffer may hold this content after a run.
+
+        A state with an update must hold the new value. All other leaves must hold their old value.
+        """
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(content, Value) and (content.node.op, content.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
@@ -173,9 +179,9 @@ class _ProgramCheck:
     # -------------------------------------------------------------------------------------------------- each step
 
     def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
-        """Find the faults of an instruction that computes a node, and record its writes.
+        """Yield the faults of an instruction that computes a node; if it has none, record its writes.
 
-        Saves of states have another check (`UndoCheck`).
+        Saves of states are checked elsewhere (`UndoCheck`).
         """
         work = self._find_node_of_instruction(instruction)
         if isinstance(work, str):
@@ -208,12 +214,13 @@ class _ProgramCheck:
             self.contents.record_write(extent, written_value)
 
     def _find_node_of_instruction(self, instruction: Instruction) -> tuple[Node, Sequence[Value], object] | str:
-        """Find the node that an instruction computes; return text about the reason if it computes none.
+        """Find the node that an instruction computes, or the reason why it computes none.
 
-        The instruction may also be the copy of a new state over the old one.
+        An instruction may also copy a new state over the old one at the end of a run.
 
         Returns:
-            The node, the values that it writes, and a key that is unique for each node or state copy.
+            The node, the values that it writes, and a key that is unique for each node or state copy. If the
+            instruction is wrong, the reason as text.
         """
         if instruction.index >= 0:
             node = self.graph.nodes[instruction.index] if instruction.index < len(self.graph.nodes) else None
@@ -239,7 +246,7 @@ class _ProgramCheck:
         return cont(new).node, (state,), update
 
     def _find_operand_faults(self, node: Node, instruction: Instruction) -> Iterator[str]:
-        """Yield faults of operands: values that are not the node's, and strides that the kernel cannot read."""
+        """Yield faults of operands: memory without the node's operand, or strides that the kernel cannot read."""
         for position, (source, tensor) in enumerate(zip(node.src, instruction.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'unexpected'}"
@@ -250,7 +257,10 @@ class _ProgramCheck:
                     yield f"operand {position} is {tensor}, but its kernel reads dense operands only"
 
     def _check_write_location(self, tensor: Tensor, value: Value) -> str | None:
-        """Check that `value` may be written to `tensor`, in the arena or over its state; return why not."""
+        """Return why `value` may not be written to `tensor`, or None if it may.
+
+        The tensor must have the stored shape and dtype, and be in the arena or in the buffer of a state.
+        """
         whole = self.views.resolve_view(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
             return f"{value!r}, stored as {whole.dtype}, is written to {tensor}"
@@ -264,10 +274,7 @@ class _ProgramCheck:
 
 
 def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
-    """Return whether two tensors have equal strides, so that element i of both has the same offset.
-
-    Strides of axes that have no second element are ignored.
-    """
+    """Return whether two tensors have equal shapes and strides; strides of axes of size 1 are ignored."""
     triples = zip(tensor.shape, tensor.strides, other_tensor.strides, strict=False)
     return tensor.shape == other_tensor.shape and all(n == 1 or s == t for n, s, t in triples)
 
@@ -275,14 +282,15 @@ def _has_equal_strides(tensor: Tensor, other_tensor: Tensor) -> bool:
 def _find_overlap_faults(
     instruction: Instruction, node: Node, written_extents: list[tuple[int, int, int]]
 ) -> Iterator[str]:
-    """Yield faults of overlapping memory: results or scratch that overlap each other or an operand.
+    """Yield faults of an instruction that writes over memory which it also reads, or twice over the same memory.
 
-    A result may overlap an operand that the op declares as in-place.
+    Results and scratch may not overlap each other or an operand. Exception: a result may overwrite an operand that the
+    op declares as in-place.
 
     Args:
         instruction: The instruction.
-        node: Its node.
-        written_extents: The byte extents of the scratch, if there is one, and of each result.
+        node: The node that it computes.
+        written_extents: The byte extents of the scratch, if there is one, and then of each result.
     """
     if any(
         has_common_bytes(one, two) for number, one in enumerate(written_extents) for two in written_extents[:number]

@@ -42,7 +42,12 @@ RESTORE_OP_BY_SAVE_OP = {cont.name: cont.name, get_rows.name: set_rows.name}
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state that was saved for the undo of a run: all of it, or only the rows in `row_index`."""
+    """A state that a program saved, so that the undo of a failed run can restore it.
+
+    - `instruction_number`: the position of the save in the program.
+    - `state`: the memory of the state.
+    - `row_index`: the numbers of the saved rows; None if the whole state is saved.
+    """
 
     instruction_number: int
     state: Tensor
@@ -51,7 +56,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class InstructionLabel:
-    """The label of an instruction in messages: its number and name, formatted only when a message needs it."""
+    """The number and the node name of an instruction, for messages; the text is built only if it is needed."""
 
     number: int
     node_name: str
@@ -62,7 +67,7 @@ class InstructionLabel:
 
 @dataclass(frozen=True, slots=True)
 class SavedContent:
-    """A marker of the bytes that hold a saved state, recorded as the content of these bytes."""
+    """A marker that stands for a saved state in the recorded contents of memory."""
 
     state_name: str
 
@@ -71,11 +76,14 @@ class SavedContent:
 
 
 def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tuple[Node, Node]:
-    """Build graph nodes for the save of a state and for its restore, in order to ask the backend about their support.
+    """Build stand-alone nodes that save and restore a state, to ask a backend whether it supports them.
 
     Args:
-        instruction: The saving instruction, `cont` or `get_rows`.
+        instruction: The saving instruction, `cont` (the whole state) or `get_rows` (some rows).
         state: The saved state.
+
+    Returns:
+        The saving node and the restoring node.
     """
     table = input("table", _require_tensor(instruction.src[0]).shape, state.dtype)
     if instruction.op == cont.name:
@@ -87,7 +95,7 @@ def build_save_and_restore_nodes(instruction: Instruction, state: Value) -> tupl
 
 
 def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """List the nodes that save and restore states in a correct program; they are not in its graph."""
+    """Yield stand-alone nodes for all state saves of a correct program, and for the restores from them."""
     states = {v.node.name: v for v in graph.states}
     for at in program.save_positions:
         i = program.instructions[at]
@@ -95,13 +103,15 @@ def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node
 
 
 class UndoCheck:
-    """The check of all state saves of one program, from which the undo restores states after a failed run.
+    """The check that the undo of a failed run can restore every state, wherever the run stopped.
+
+    The caller simulates the program and calls the check for each instruction.
 
     Args:
         graph: The graph of the device.
         program: Its program.
         backend: The backend of the device.
-        contents: The contents of all buffers, which the caller updates.
+        contents: The contents of all buffers at the current instruction, which the caller updates.
     """
 
     def __init__(self, graph: Graph, program: Program, backend: Backend, contents: BufferContents) -> None:
@@ -116,10 +126,12 @@ class UndoCheck:
         self.valid_restores: list[Instruction] = []  # restoring instructions without faults
 
     def find_save_faults(self, step: int, instruction: Instruction) -> Iterator[str]:
-        """Find the faults of a saving instruction and of its restoring instruction, and record the saved bytes.
+        """Yield the faults of an instruction that saves a state, and of the instruction that restores it.
+
+        If the two are well-formed, the saved values are recorded as contents of memory.
 
         Args:
-            step: The number of the instruction in the program.
+            step: The number of the saving instruction in the program.
             instruction: The saving instruction.
         """
         where, back = f"step {step} (%{quote_node_name(instruction.node)}, a save)", self.restore_by_step[step]
@@ -158,7 +170,7 @@ class UndoCheck:
         yield from self._find_overwritten_undo_source_faults(where)
 
     def _find_save_operand_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Find faults in the ops, operands and locations of a save and its restore; memory contents are not checked."""
+        """Yield faults in the ops, operands and locations of a save and its restore; memory contents do not matter."""
         state, saved_tensor = (*save.src, None)[0], (*save.dst, None)[0]
         if (
             RESTORE_OP_BY_SAVE_OP.get(save.op) != restore.op
@@ -208,7 +220,10 @@ class UndoCheck:
             yield "it overwrites its operands"
 
     def _find_save_kernel_faults(self, save: Instruction, restore: Instruction) -> Iterator[str]:
-        """Find faults of a save and its restore as kernels: dtypes, names, scratch and dense operands."""
+        """Yield faults of a save and its restore that their kernels would not accept: dtypes, scratch or strides.
+
+        Wrong names of the two instructions are faults too.
+        """
         state, saved_tensor, index = _require_tensor(save.src[0]), save.dst[0], save.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.state_by_name[name]
@@ -226,11 +241,11 @@ class UndoCheck:
                     yield f"operand {position} of {step.op} is {tensor}, but its kernel reads dense operands only"
 
     def find_overwrite_faults(self, step: int, instruction: Instruction, node: Node | None) -> Iterator[str]:
-        """Find overwrites of state entries that were not saved, and of values that the undo reads.
+        """Yield faults of an instruction that overwrites unsaved entries of a state, or values that the undo reads.
 
         Args:
             step: The number of the instruction in the program.
-            instruction: The computing instruction.
+            instruction: An instruction that computes a node or copies a new state.
             node: The node of the graph that it computes; None for the copy of a new state.
         """
         where = InstructionLabel(step, instruction.node)
@@ -249,10 +264,10 @@ class UndoCheck:
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
     def _find_overwritten_undo_source_faults(self, subject: object) -> Iterator[str]:
-        """Yield faults for values that the last instruction overwrote although the undo reads them.
+        """Yield faults for values that the last instruction overwrote, although the undo of a failed run reads them.
 
-        Exception: a state that is the row index of other states may change after its own save, because the undo
-        restores it first.
+        Exception: a state that is a row index of other states may change after its own save. The undo restores it
+        first.
 
         Args:
             subject: The instruction, as the subject of messages.
@@ -263,7 +278,7 @@ class UndoCheck:
         self.contents.overwritten_values.clear()
 
     def _is_restored_before_use_as_row_index(self, value: object) -> bool:
-        """Return whether the undo restores the state `value` before it uses the state as a row index."""
+        """Return whether `value` is a state that the undo restores before it reads it as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [
@@ -276,9 +291,10 @@ class UndoCheck:
         )
 
     def find_undo_order_faults(self) -> Iterator[str]:
-        """Find faults in the order of the undo: restores that are not in reverse order of the saves.
+        """Yield faults of the undo as a whole.
 
-        Restores with scratch in bytes that the undo reads are faults too.
+        Saves must be restored in reverse order. The scratch of a restore must not overwrite saved values that the undo
+        reads.
         """
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
@@ -294,29 +310,32 @@ class UndoCheck:
 
 
 def _can_index_rows(index: Tensor, table: Tensor) -> bool:
-    """Return whether `index` has integers and the leading axes of `table`, so that it can number the table's rows."""
+    """Return whether `index` can number rows of `table`: it has integers, and the leading axes of the table."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
 def _require_tensor(tensor: Tensor | None) -> Tensor:
-    """Return `tensor`, which the caller knows to be present."""
+    """Return a tensor that the caller knows to be present; assert that it is."""
     assert tensor is not None
     return tensor
 
 
 def _is_saved_losslessly(state: Tensor, saved_tensor: Tensor) -> bool:
-    """Return whether the dtype of a save can hold every number of the state without loss."""
+    """Return whether the dtype of the saved tensor can represent every number of the state."""
     return saved_tensor.dtype is state.dtype or (saved_tensor.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
 def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Instruction, saved: SavedState) -> bool:
-    """Return whether a write of a state changes only rows that were saved before, as the op declares.
+    """Return whether a node that writes over a state changes only rows that were saved before.
+
+    This is so if its op declares the row index of the rows that it changes, and this index equals the row index of the
+    save.
 
     Args:
         node: The node that writes the state; None for the copy of a new state.
         result: The number of the result that is written over the state.
         instruction: The instruction of the node.
-        saved: The save of the state, with a row index.
+        saved: The save of some rows of the state.
     """
     declared = None if node is None else op_of(node)
     changed = None if declared is None or node is None else declared.overwritten_entries(node.attrs)
@@ -341,9 +360,14 @@ def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Ins
 
 
 def _list_row_index_byte_offsets(index: Tensor, leading_shape: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """List the byte offsets of the row numbers in a row index, sorted within each index of the leading axes.
+    """Return the byte offset of each row number in a row index; None for a shape that does not match `leading_shape`.
 
-    Two tensors with equal offsets read the same row numbers. The result is None for other shapes.
+    The offsets are sorted within each index of the leading axes. Two tensors with equal offsets read the same row
+    numbers.
+
+    Args:
+        index: The row index.
+        leading_shape: The axes of the table before the row axis.
     """
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):

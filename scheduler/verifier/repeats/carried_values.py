@@ -26,9 +26,10 @@ UNREACHABLE_INDEX = 1 << 62
 
 
 class CarriedValueTrace(ValueTrace):
-    """A value trace that also verifies the values that one repeated layer passes to the next layer.
+    """A value trace that also checks the values that one repetition of a repeated layer passes to the next.
 
-    These carried values must be the same in all repetitions of the layer, and carried partial sums must be complete.
+    These carried values must be the same in all repetitions, relative to the repetition. Carried partial sums must be
+    complete.
 
     Args:
         numbering: The numbered values of the user's shortened graph.
@@ -58,7 +59,10 @@ class CarriedValueTrace(ValueTrace):
                 self.producer_by_number.setdefault(numbering.number_by_value[value], (at, value.index))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the device graphs, and carried values that are incomplete or vary between repetitions."""
+        """Yield all faults of the device graphs; if there are none, yield faults of carried values.
+
+        A carried value is wrong if it is an incomplete sum, or if it differs between repetitions.
+        """
         sound = True
         for why in super().find_faults():
             sound = False
@@ -68,7 +72,11 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carried_values()
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one node; replace a carried partial sum by one opaque term per device for the readers."""
+        """Record the facts of one node of a device, and yield its faults.
+
+        If the node is a partial sum that is carried to the next repetition, its readers see one opaque term per device.
+        So they cannot depend on the terms of one repetition.
+        """
         yield from super()._record_node_facts(device, node)
         runs = self.device_repetitions[device]
         if (name := runs.carried_key_by_node.get(node)) is None or node not in self.facts_by_node[device]:
@@ -88,7 +96,10 @@ class CarriedValueTrace(ValueTrace):
         self.facts_by_node[device][node] = carried
 
     def _find_incomplete_carried_sums(self) -> Iterator[str]:
-        """Yield carried partial sums that are incomplete: each term must be on exactly one device when a layer ends."""
+        """Yield faults of partial sums that are incomplete when a repetition carries them to the next one.
+
+        A sum is complete if each of its terms is on exactly one device.
+        """
         for (run, (place, ending), _), facts_by_device in self.carried_partial_sums.items():
             for number in {h.value_number for facts in facts_by_device.values() for h in facts}:
                 parts = [[h for h in facts if h.value_number == number] for _, facts in sorted(facts_by_device.items())]
@@ -96,14 +107,11 @@ class CarriedValueTrace(ValueTrace):
                     yield f"the sum that repetition {run} carries from position {place}{ending}: {why}"
 
     def _check_carried_sum(self, value_number: int, facts_by_device: Sequence[Sequence[Fact]]) -> str | None:
-        """Check that a partial sum that one repeated layer carries to the next is complete over all devices.
+        """Return why a partial sum that a repetition carries to the next one is incomplete over all devices, or None.
 
         Args:
             value_number: The number of the graph value.
             facts_by_device: The facts of each device about this value; each device must have exactly one.
-
-        Returns:
-            The reason if the sum is incomplete, else None.
         """
         if len(facts_by_device) != len(self.graphs) or any(len(facts) != 1 for facts in facts_by_device):
             return "not every device has exactly one partial sum"
@@ -113,7 +121,10 @@ class CarriedValueTrace(ValueTrace):
         return check_sum_is_complete([fact.partial_sum for fact in device_facts], self._complete_sums)
 
     def _find_unequal_carried_values(self) -> Iterator[str]:
-        """Yield values that repeated layers carry unequally: with another graph value, entries or partial sum."""
+        """Yield faults of repetitions that carry another value to the next one than other repetitions do.
+
+        They must carry the same graph value (relative to the repetition), the same entries and the same partial sum.
+        """
         for device, runs in enumerate(self.device_repetitions):
             known: dict[CarriedKey, object] = {}
             for node, name in runs.carried_key_by_node.items():
@@ -133,7 +144,7 @@ class CarriedValueTrace(ValueTrace):
                     )
 
     def _find_position_relative_to_repetition(self, value_number: int, repetition: int) -> tuple[int, int, int]:
-        """Return the position at which a graph value is computed, relative to a repetition.
+        """Return where a graph value is computed, relative to a repetition, so that repetitions can be compared.
 
         Returns:
             The position of the value's node in its repetition, the result number, and the number of repetitions

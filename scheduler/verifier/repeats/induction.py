@@ -35,9 +35,9 @@ NUMBERED_NAME = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 
 
 def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
-    """Find the shortened graph, with few repeated layers, from which all device plans are unrolled; or return None.
+    """Return the shortened graph, with few repeated layers, from which all device plans are unrolled; else None.
 
-    With None, the verifier checks each instruction of the plan.
+    Without a common shortened graph, the verifier checks every instruction of the plan.
     """
     shorts = [device_plan.short for device_plan in plan.device_plans]
     first = shorts[0] if shorts else None
@@ -49,7 +49,7 @@ def find_shortened_graph(plan: Plan) -> ShortenedGraph | None:
 
 
 def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
-    """Make the short plan of a plan with repeated layers: the devices' programs before they are unrolled to all layers.
+    """Return the plan of the short graph, made of the devices' graphs and programs before they are unrolled.
 
     Args:
         plan: The plan of the deep graph.
@@ -74,9 +74,10 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
 
 
 def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield faults of a shortened graph: the plan's graph must be the short graph with more repeated layers.
+    """Yield faults of a shortened graph: the plan's graph must be the short graph with more repetitions.
 
-    The function compares nodes, operands, and the layouts of leaves and outputs in each repetition.
+    The nodes of each repetition are compared with the repetition of the short graph that stands for it: their ops,
+    their operands, and the layouts of leaves. Outputs and state updates must agree as well.
     """
     runs, left_out = (
         shortened.deep_repetitions,
@@ -123,7 +124,10 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
 
 
 def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
-    """Find the repeated layer of the short graph, called kind, that stands for a repetition of the deep graph."""
+    """Return the repetition of the short graph, called kind, that stands for a repetition of the deep graph.
+
+    The parts before and after all repetitions stand for themselves.
+    """
     return (
         PREAMBLE
         if repetition == PREAMBLE
@@ -134,7 +138,9 @@ def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Find the node at the same position in the first repetition of the same kind; return its number.
+    """Return the number of the deep graph's node with the same position in the first repetition of the same kind.
+
+    Kind k stands for the repetitions k, k + n, k + 2n and so on, if the short graph has n repetitions.
 
     Args:
         shortened: The shortened graph.
@@ -151,7 +157,10 @@ def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_numbe
 def _find_short_node_read_by(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
-    """Find the number of the short graph's node that a reader reads in place of a node of the deep graph.
+    """Translate an operand from the deep graph to the short graph: return the number of the short graph's node.
+
+    The operand is in the repetition of its reader, in the repetition before (a carried value), or before all
+    repetitions.
 
     Args:
         shortened: The shortened graph.
@@ -160,7 +169,7 @@ def _find_short_node_read_by(
         reader_kind: The repetition of the short graph that stands for the reader's repetition.
 
     Returns:
-        The number of the short graph's node; None if the repetition may not read the deep graph's node.
+        The number of the short graph's node; None if the reader may not read the node of the deep graph.
     """
     there, length = shortened.deep_repetitions.repetition_of(source_number), shortened.deep_repetitions.length
     if there == reader_repetition:
@@ -179,7 +188,7 @@ def _find_short_node_read_by(
 def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: Mapping[Node, int]) -> Iterator[str]:
     """Yield faults of outputs and state updates that differ between the deep graph and the short graph.
 
-    Faults are outputs that belong to a repetition, and states that repetitions of one kind update differently.
+    An output must not belong to a repetition. All repetitions of one kind must update their states in the same way.
     """
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
@@ -217,9 +226,9 @@ def _find_output_and_update_faults(shortened: ShortenedGraph, position_by_node: 
 
 
 def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield faults of the names of device nodes: each name must have the number of a short graph's node.
+    """Yield faults of the names of device nodes, which must begin with the number of a node of the short graph.
 
-    The number assigns the device's node to a repetition.
+    This number decides to which repetition the device's node belongs.
     """
     for device, device_plan in enumerate(short_plan.device_plans):
         for node in device_plan.graph.nodes:
@@ -229,12 +238,12 @@ def find_device_node_name_faults(short_plan: Plan, shortened: ShortenedGraph) ->
 
 
 def find_repetition_order_faults(short_plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
-    """Yield reasons why a device may not execute the repeated layers of a proven short plan in any order.
+    """Yield reasons why the repetitions of a proven short plan may not follow each other in any order.
 
-    Collectives that are in other layers than on device 0 are faults too.
+    All devices must also have their collectives in the same repetitions, and by ascending sequence number.
 
     Args:
-        short_plan: The proven plan of the short graph, which has few repeated layers.
+        short_plan: The proven plan of the short graph, which has few repetitions of the repeated layers.
         shortened: The shortened graph.
     """
     faults_by_program: dict[tuple[object, ...], list[str]] = {}

@@ -33,7 +33,11 @@ ByteExtent: TypeAlias = tuple[int, int, int]
 
 
 class RepetitionsOfDeviceGraph:
-    """The repetitions (repeated layers) in a device's graph, and the values that each carries to the next one."""
+    """The repetitions of repeated layers in a device's short graph, and the values that each carries to the next.
+
+    - `kind_by_node`: the repetition of each node, called kind.
+    - `carried_key_by_node`: the key of each carried node, which is equal in all repetitions.
+    """
 
     def __init__(self, graph: Graph, shortened: ShortenedGraph) -> None:
         self.graph, self.shortened_graph = graph, shortened
@@ -45,13 +49,14 @@ class RepetitionsOfDeviceGraph:
         self.carried_key_by_node = {node: name for node, name in offered if name is not None and name in read}
 
     def find_carried_value_key(self, node: Node, reader_repetition: int) -> CarriedKey | None:
-        """Find the key of a value that one repeated layer carries to the next one, or None for other values.
+        """Return the key of a value that one repetition carries to the next one; None for other values.
 
-        The key is equal in all repetitions.
+        The key is the position of the user's node in its repetition, and a name ending. So it is equal in all
+        repetitions.
 
         Args:
             node: A node of the device's graph.
-            reader_repetition: The repetition that reads the node; a node is carried by one repetition only.
+            reader_repetition: The repetition that reads the node. Only the next repetition can read a carried value.
         """
         if (
             self.kind_by_node[node] != reader_repetition - 1
@@ -63,14 +68,16 @@ class RepetitionsOfDeviceGraph:
         return None if place is None else (place, ending)
 
     def list_collectives_with_repetition(self) -> list[tuple[int, int]]:
-        """List the collectives of the device as sorted pairs (sequence number, repetition), by repeated layer."""
+        """Return (sequence number, repetition) of each collective of the device, sorted by sequence number."""
         collectives = ((self.kind_by_node[n], find_collective_sequence_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_carried_value_faults(self) -> Iterator[str]:
-        """Find faults of carried values: reads of values that are not carried, and values that some repetition lacks.
+        """Yield faults of reads across repetitions in a device's graph.
 
-        Updates and outputs that belong to the wrong repetition are faults too.
+        A repetition may read its own values, long-lived values, and values that the repetition before carries to it.
+        Every repetition must carry the same values with the same specs. Outputs must not belong to a repetition. A
+        state must be updated in its own repetition.
         """
         for node in self.graph.nodes:
             kind = self.kind_by_node[node]
@@ -107,7 +114,7 @@ class RepetitionsOfDeviceGraph:
                 yield f"output {output!r} belongs to a repetition"
 
     def _is_read_by_first_repetition(self, node: Node) -> bool:
-        """Return whether the first repetition reads this node's value in place of a value of a repetition before it."""
+        """Return whether the first repetition reads this node in place of a value carried from a repetition before."""
         return (
             self.shortened_graph.short_repetitions.find_carried_position(split_numbered_name(node.name)[0], 0)
             is not None
@@ -117,13 +124,13 @@ class RepetitionsOfDeviceGraph:
 def find_device_repetition_faults(
     graph: Graph, program: Program, backend: Backend, shortened: ShortenedGraph
 ) -> Iterator[str]:
-    """Yield all reasons why the repeated layers of a device's program may not follow each other in any order.
+    """Yield all reasons why the repetitions in a device's program may not follow each other in any order.
 
     Args:
         graph: The device's short graph.
         program: Its proven program.
         backend: The backend of the device.
-        shortened: The shortened graph of the user.
+        shortened: The user's shortened graph.
     """
     runs = RepetitionsOfDeviceGraph(graph, shortened)
     complaints = list(runs.find_carried_value_faults())
@@ -131,7 +138,7 @@ def find_device_repetition_faults(
 
 
 class _RepetitionCheck:
-    """The check of one device's program: its repeated layers (repetitions) must be executable in any order."""
+    """The check that the repetitions in one device's program may follow each other in any order."""
 
     def __init__(self, repetitions: RepetitionsOfDeviceGraph, program: Program, backend: Backend) -> None:
         self.device_repetitions, self.shortened_graph, self.program, self.views = (
@@ -157,7 +164,7 @@ class _RepetitionCheck:
                 self.tensor_by_value.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def find_faults(self) -> Iterator[str]:
-        """Yield all faults of the repeated layers in the device's program."""
+        """Yield all reasons why the repetitions of the device's program may not follow each other in any order."""
         if self.kind_by_instruction != sorted(self.kind_by_instruction):
             yield "instructions of a repetition come after those of the next one"
         yield from self._find_saved_bytes_layout_faults()
@@ -170,13 +177,13 @@ class _RepetitionCheck:
         yield from self._find_overwrite_faults(self._find_long_lived_extents(), carried)
 
     def _is_repeated_kind(self, kind: int) -> bool:
-        """Return whether instructions of this kind belong to repeated layers, neither before nor after all of them."""
+        """Return whether a kind is a repetition; the parts before and after all repetitions are not."""
         return PREAMBLE < kind < self.shortened_graph.short_count
 
     def _find_saved_bytes_layout_faults(self) -> Iterator[str]:
-        """Yield faults in the layout of saved bytes: saves of repeated layers must fill the arena's end without gaps.
+        """Yield faults of the layout of state saves: saves of repetitions must fill the arena's end without gaps.
 
-        Other values must not overlap these bytes.
+        No other value may overlap these bytes.
         """
         program = self.program
         saves = [at for at in sorted(program.save_positions) if self._is_repeated_kind(self.kind_by_instruction[at])]
@@ -203,9 +210,9 @@ class _RepetitionCheck:
                     yield f"step %{quote_node_name(i.node)} writes into the saves of repetitions"
 
     def _find_leaf_access_faults(self, instruction: Instruction, repetition_kind: int) -> Iterator[str]:
-        """Yield faults of an instruction's leaf accesses: reads or writes of leaves of another repeated layer.
+        """Yield faults of an instruction that reads or writes the leaves of another repetition.
 
-        Leaves of the part before all repetitions may be read.
+        It may also read, but not write, leaves of the part before all repetitions.
         """
         for tensor in (*instruction.src, *instruction.dst):
             if (
@@ -226,14 +233,14 @@ class _RepetitionCheck:
                 )
 
     def _find_memory_owner(self, value: Value) -> Value:
-        """Find the value that owns the memory of `value`: the base value of a view, or else `value` itself."""
+        """Return the value that owns the memory of `value`: the base of a view, else `value` itself."""
         return self.views.resolve_view(value).base
 
     def _find_carried_extents(self) -> Mapping[Value, ByteExtent] | str:
-        """Find the byte extents of the values that repeated layers carry from one to the next.
+        """Return the byte extents of the values that each repetition carries to the next one.
 
         Returns:
-            The extent by base value; text with the reason if the extent differs between repetitions.
+            The extent, by the value that owns the memory. If it differs between repetitions, the reason as text.
         """
         places: dict[tuple[int, str, int], ByteExtent] = {}
         found: dict[Value, ByteExtent] = {}
@@ -256,7 +263,7 @@ class _RepetitionCheck:
         return found
 
     def _find_long_lived_extents(self) -> Mapping[Value, ByteExtent]:
-        """Find the byte extents of long-lived values, which are computed before all repeated layers and read in them.
+        """Return the byte extents of long-lived values, which are computed before all repetitions and read in them.
 
         Values that the first repetition reads in place of carried values are not long-lived.
         """
@@ -273,7 +280,9 @@ class _RepetitionCheck:
     def _find_overwrite_faults(
         self, lasting_extents: Mapping[Value, ByteExtent], carried_extents: Mapping[Value, ByteExtent]
     ) -> Iterator[str]:
-        """Yield faults for instructions that overwrite a long-lived value, or a value that their repetition carries.
+        """Yield faults for instructions that overwrite a value which a later repetition reads.
+
+        This value is long-lived, or it is a value that the repetition of the instruction carries to the next one.
 
         Args:
             lasting_extents: The byte extent of each long-lived value.

@@ -45,7 +45,7 @@ _FollowedNode: TypeAlias = tuple[list[list[Fact]], list[set[int]]]
 
 
 class ValueTrace:
-    """Traces the values of all devices: derives the facts, which state the graph values that a device value equals.
+    """The proof which values of the user's graph each device value equals; such a statement is called a fact.
 
     After `find_faults`:
 
@@ -87,12 +87,12 @@ class ValueTrace:
                     )
 
     def find_facts(self, device: int, value: Value) -> list[Fact]:
-        """Find the facts about a device value (graph values that it equals); an empty list if there are none."""
+        """Return the facts about a device value: the graph values that it equals. The list is empty without a fact."""
         results = self.facts_by_node[device].get(value.node)
         return results[value.index] if results else []
 
     def find_faults(self) -> Iterator[str]:
-        """Derive the facts of all device values, and yield faults: nodes that compute nothing of the user's graph.
+        """Derive the facts of all device values; yield a fault for each node that computes nothing of the user's graph.
 
         Collectives that wait for each other in a circle are faults too.
         """
@@ -109,9 +109,9 @@ class ValueTrace:
             yield "devices wait for each other in a circle"
 
     def _mark_reached_and_check_ready(self, device: int, node: Node) -> bool:
-        """Mark a collective as reached by a device; return whether all participants have reached it and it is ready.
+        """Return whether a node can be traced now: a collective must wait until all participants have reached it.
 
-        A node that is no collective is always ready.
+        Marks the collective as reached by this device. A node that is no collective is always ready.
         """
         if node.op not in COLLECTIVES:
             return True
@@ -122,7 +122,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one device's node (graph values that its results equal); yield a fault without any."""
+        """Record the graph values that the results of a device's node equal; yield a fault if there are none."""
         if node.is_leaf:
             yield from self._record_leaf_facts(device, node)
             return
@@ -163,7 +163,7 @@ class ValueTrace:
             those.add(device)
 
     def _intern_node_specs(self, node: Node) -> tuple[int, NodeSpecs]:
-        """Return the attributes and specs of a node, interned: equal ops, attributes and specs share one number."""
+        """Return the attributes and specs of a node as one shared object per distinct content, with its number."""
         if node not in self._instance_by_node:
             mine = make_node_specs(node)
             self._instance_by_node[node] = self._instance_numbers.setdefault(
@@ -183,8 +183,8 @@ class ValueTrace:
             reasons: Receives the reasons why nodes of the user's graph do not match.
 
         Returns:
-            The facts of each result, empty without a match; the value numbers that the node computes, without copies;
-            the value numbers that the node computes with all entries.
+            The facts of each result (empty without a match); the numbers of the computed graph values, without copies;
+            and among them the values with all entries.
         """
         results: list[list[Fact]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
@@ -202,7 +202,7 @@ class ValueTrace:
 
     @staticmethod
     def _list_conversion_operand_facts(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
-        """List the operand facts of a conversion: one fact, or two facts about parts of the same value."""
+        """Yield the operand facts of a conversion: one fact, or two facts about parts of one graph value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
@@ -211,9 +211,9 @@ class ValueTrace:
     def _list_operand_fact_combinations(
         self, node: Node, operand_facts: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact | None, ...]]:
-        """List the combinations of one fact per operand for which the user's graph has a node with this op.
+        """Yield the choices of one fact per operand for which the user's graph has a node with this op and operands.
 
-        At most `max_combinations` are yielded; then `search_limit_note` is set.
+        After `max_combinations` choices the search ends, and `search_limit_note` says so.
         """
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [
@@ -233,17 +233,17 @@ class ValueTrace:
                 yield operands
 
     def _is_fact_of_complete_value(self, fact: Fact) -> bool:
-        """Return whether a fact states that a device has the complete graph value: all entries and all terms."""
+        """Return whether, by this fact, a device has all entries of a graph value, and no partial sum."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
 
     def _intern_facts(self, facts: list[Fact]) -> list[Fact]:
-        """Intern a list of facts: equal lists become one object, so results of equal nodes are inferred once."""
+        """Return one shared object for all equal lists of facts; so nodes with equal operands are inferred once."""
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Group the facts of an operand by value number; `facts` must be a list that `_intern_facts` returned."""
+        """Group the facts of an operand by value number, with a cache for lists that `_intern_facts` returned."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:
@@ -252,11 +252,11 @@ class ValueTrace:
 
     @staticmethod
     def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
-        """Add to `facts` each of `new_facts` that is not in it."""
+        """Append to `facts` those members of `new_facts` that are missing in it."""
         facts += [h for h in new_facts if h not in facts]
 
     def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the fact of a leaf; yield a fault if its layout is missing or gives another shape."""
+        """Record the fact of a leaf; yield a fault if its layout is missing or gives the leaf another shape."""
         fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
@@ -276,9 +276,9 @@ class ValueTrace:
     def _infer_facts_for_operands(
         self, op: str, instance: NodeSpecs, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
-        """Infer the results' facts of a device's node from one fact per operand, once for each matching graph node.
+        """Match a device's node with nodes of the user's graph, and yield the facts of the results for each match.
 
-        `reasons` receives the reasons why a graph node does not match.
+        `operand_facts` has one fact per operand. `reasons` receives the reasons why a graph node does not match.
         """
         meaning = self.numbering
         key = (op, tuple(None if o is None else o.value_number for o in operand_facts))
@@ -311,7 +311,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------ all devices of one collective group
 
     def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
-        """Record the facts of a collective's results on all devices; yield a fault if its operands do not fit."""
+        """Record the facts of a collective's results on all devices; yield a fault if the operands do not match."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device calls {one!r}"
@@ -342,10 +342,10 @@ class ValueTrace:
     def _list_device_fact_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
-        """List the combinations of one fact per device that fit the only fact of the first device.
+        """Yield choices of one fact per device that agree with the fact of the first device about one collective.
 
-        A device without a fitting fact takes part with any fact, so that a fault is found. At most `max_combinations`
-        are yielded; then `search_limit_note` is set.
+        A device without a fitting fact takes part with any fact, so that a fault is found. After `max_combinations`
+        choices the search ends, and `search_limit_note` says so.
         """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
@@ -372,7 +372,7 @@ class ValueTrace:
             yield device_facts
 
     def _infer_collective_result_facts(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
-        """Infer the fact of each device after a collective; return the reason as text if the collective is wrong."""
+        """Infer the fact of each device after a collective; if the collective is wrong, return the reason as text."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):
@@ -399,7 +399,7 @@ class ValueTrace:
     def _concatenate_shard_entries(
         self, device_facts: Sequence[Fact], axis: int, ranges_by_device: Sequence[IndexRanges]
     ) -> tuple[IndexRanges, ...] | str:
-        """Concatenate the entries that devices have as shards of an axis; return the reason if the shards do not fit.
+        """Return the entries of the value that shards of an axis form together, or the reason why they do not fit.
 
         Args:
             device_facts: The fact of each device about its shard.
@@ -432,7 +432,7 @@ class ValueTrace:
 
 
 def _make_shared_collective_key(device: int, node: Node) -> object:
-    """Make the key that all participants of a collective share.
+    """Return a key that is equal for all participants of one collective, and differs between collectives.
 
     The key is the sequence number, and for a message also the sender and the receiver.
     """
@@ -443,6 +443,6 @@ def _make_shared_collective_key(device: int, node: Node) -> object:
 
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes of a graph in an order with operands first and with collectives by sequence number."""
+    """Order the nodes of a graph: operands before their readers, and collectives by ascending sequence number."""
     collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*collectives, *graph.nodes)))

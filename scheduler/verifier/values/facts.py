@@ -20,14 +20,14 @@ CONVERSION_OPS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A proven statement about a value on a device: it equals some entries of a value of the user's graph.
+    """A proven statement about a value on a device: it equals given entries of one value of the user's graph.
 
     The device value may also be a partial sum of these entries.
 
     - `value_number`: the number of the graph value in `ValueNumbering`.
     - `axes`: for each axis, the entries of the graph value that the device value has, in memory order.
-    - `partial_sum`: the terms that the device value has, if the values of all devices must be added; None for a
-      complete value.
+    - `partial_sum`: the terms of the sum that the device value has, if the values of all devices must be added; None
+      for a complete value.
     """
 
     value_number: int
@@ -36,7 +36,7 @@ class Fact:
 
 
 def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[IndexRanges, ...]:
-    """Return the index ranges of a value with an empty index on one axis, in order to compare all other axes."""
+    """Return the index ranges of a value without the entries of one axis, so that all other axes can be compared."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
@@ -86,11 +86,11 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
 def slice_fact_of_scattered_value(
     value_number: int, whole_axes: tuple[IndexRanges, ...], device: int, node: Node
 ) -> Fact:
-    """Return the fact about the slice that a device receives when a collective scatters a whole value.
+    """Return the fact about the shard that one device receives when a collective distributes a whole value.
 
     Args:
         value_number: The number of the graph value.
-        whole_axes: The entries of the value before the collective scatters it, for each axis.
+        whole_axes: The entries of the value before it is distributed, for each axis.
         device: The position of the device in the collective group.
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """

@@ -46,7 +46,7 @@ Entries: TypeAlias = npt.NDArray[np.int64]
 
 
 def make_full_index(size: int) -> IndexRanges:
-    """Return the index of all entries of an axis, in order, as one range.
+    """Return the index of all entries of an axis, in order: one range, or no range for an empty axis.
 
     Args:
         size: The number of entries of the axis.
@@ -55,20 +55,20 @@ def make_full_index(size: int) -> IndexRanges:
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Count the entries of an index."""
+    """Return the number of entries that an index lists, which is the sum of its range lengths."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def list_entries(index: IndexRanges) -> Entries:
-    """Expand an index to the array of its entry numbers. The array is cached and must not be written."""
+    """Return the entry numbers of an index as an array, which is cached and must not be written."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
 def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
-    """Merge consecutive entry numbers into ranges (first entry, length), and return these index ranges."""
+    """Return an array of entry numbers as index ranges (first entry, length); consecutive numbers share a range."""
     if not entries.size:
         return ()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(entries) != 1) + 1])
@@ -78,7 +78,7 @@ def merge_entries_into_ranges(entries: Entries) -> IndexRanges:
 
 @lru_cache(maxsize=1 << 14)
 def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) -> IndexRanges:
-    """Slice an index from position `start` up to position `stop`, and subtract `subtracted` from each entry number.
+    """Return the entries from position `start` up to position `stop` of an index, each reduced by `subtracted`.
 
     Args:
         index: The index ranges to slice.
@@ -125,13 +125,13 @@ def has_each_entry_once(index: IndexRanges, size: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index has duplicates: entries that it lists more than once."""
+    """Return whether an index lists an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
 def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
-    """Concatenate the entries of several indices; return them as one index."""
+    """Return one index that lists the entries of several indices one after the other."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
@@ -178,7 +178,7 @@ def split_index_into_factors(
 
 @lru_cache(maxsize=1 << 14)
 def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
-    """Combine the indices of factors into the index of the product axis: the inverse of `split_index_into_factors`.
+    """Return the index of a product axis from the index of each factor: the inverse of `split_index_into_factors`.
 
     Args:
         factor_indices: The entries of each factor, outer first.
@@ -195,20 +195,23 @@ def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes
 
 
 def _extract_digit(entries: Entries, digit: tuple[int, int]) -> Entries:
-    """Extract one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
+    """Return one digit (stride, size) of each entry number, times its stride: ``entry // stride % size * stride``."""
     stride, n = digit
     return entries // stride % n * stride
 
 
 def _clear_digits(entries: Entries, digits: IgnoredDigits) -> Entries:
-    """Return the entry numbers with the given digits (stride, size) set to zero."""
+    """Return entry numbers in which each of the given digits (stride, size) is set to zero.
+
+    The digit is the part ``entry // stride % size`` of an entry number.
+    """
     for digit in digits:
         entries = entries - _extract_digit(entries, digit)
     return entries
 
 
 def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits) -> IgnoredDigits:
-    """Return the common ignored digits of two values: parts of an entry number on which neither value depends.
+    """Return the digits that two values both ignore, because neither value depends on them.
 
     A digit (stride, size) is the part ``entry // stride % size`` of an entry number.
     """
@@ -219,10 +222,10 @@ def intersect_ignored_digits(digits: IgnoredDigits, other_digits: IgnoredDigits)
 def find_equivalent_index(
     index: IndexRanges, digits: IgnoredDigits, other_index: IndexRanges, other_digits: IgnoredDigits
 ) -> IndexRanges | None:
-    """Find an index that is equivalent to two indices at once, or return None.
+    """Return an index that stands for the entries of two values at once; None if their entries do not match.
 
-    Two indices are equivalent for a value if they differ only in digits that the value ignores. The verifier uses the
-    function where two operands must have the same entries of one axis.
+    Two values match if their entries differ only in digits that one of the values ignores. The verifier needs this
+    where two operands must have the same entries of one axis.
 
     Args:
         index: Entries of the first value.
@@ -248,11 +251,13 @@ def find_equivalent_index(
 
 
 def is_full_index(index: IndexRanges, digits: IgnoredDigits, axis_size: int) -> bool:
-    """Return whether an index has all entries of an axis in order; ignored digits may differ.
+    """Return whether a device has all entries of an axis, in order.
+
+    Entries that differ only in ignored digits count as equal, because the value does not depend on these digits.
 
     Args:
         index: The entries that the device has.
-        digits: The ignored digits of the value, on which the value does not depend.
+        digits: The ignored digits of the value.
         axis_size: The number of entries of the whole axis.
     """
     return index == make_full_index(axis_size) or (
@@ -269,13 +274,13 @@ def is_valid_broadcast(
     large_size: int,
     is_tiled: bool,
 ) -> bool:
-    """Return whether a kernel may broadcast a device's part of a small axis over the device's part of a large axis.
+    """Return whether a device broadcasts its part of a small axis over a large axis with the right result.
 
-    The broadcast is valid if each local entry of the large axis reads the same small entry as in the user's graph.
+    The result is right if each local entry of the large axis reads the same small entry as in the user's graph.
 
     Args:
         small_index: Entries of the smaller axis that the device has.
-        small_digits: Ignored digits of the smaller axis.
+        small_digits: Ignored digits of the smaller axis, on which the value does not depend.
         small_size: Size of the whole smaller axis.
         large_index: Entries of the larger axis that the device has.
         large_size: Size of the whole larger axis.
@@ -297,17 +302,19 @@ def is_valid_broadcast(
 
 
 def to_product_digits(factor_digits: IgnoredDigits, inner_size: int) -> IgnoredDigits:
-    """Convert digits (stride, size) of a factor to digits of the product axis: multiply the strides by `inner_size`.
+    """Convert digits (stride, size) of a factor to digits of the product axis, by larger strides.
 
     Args:
         factor_digits: Digits of the factor.
-        inner_size: The product of the sizes of all factors inside of this one.
+        inner_size: The product of the sizes of all factors inside of this one; strides are multiplied by it.
     """
     return tuple((stride * inner_size, n) for stride, n in factor_digits)
 
 
 def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size: int) -> IgnoredDigits:
-    """Convert digits (stride, size) of a product axis to digits of one factor; drop the parts in other factors.
+    """Convert digits (stride, size) of a product axis to digits of one of its factors.
+
+    The parts of a digit that are in other factors are dropped.
 
     Args:
         product_digits: Digits of the product axis. A digit may cover several factors or a part of one.
@@ -323,7 +330,7 @@ def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size
 
 
 def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
-    """Select the entries at the given positions of an index.
+    """Return the entries at the given positions of an index, in the order of the positions.
 
     Args:
         index: The index to select from.
@@ -338,9 +345,9 @@ def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> I
 def merge_scattered_entries(
     positions_by_device: tuple[IndexRanges, ...], entries_by_device: tuple[IndexRanges, ...]
 ) -> IndexRanges | None:
-    """Merge the entries that each device scatters to its positions; return the entries of the whole axis.
+    """Return the entries of a whole axis, after each device has written its entries to its positions.
 
-    Returns None if a position stays empty, or if two devices write different entries to one position.
+    The result is None if a position stays empty, or if two devices write different entries to one position.
 
     Args:
         positions_by_device: The positions in the whole axis to which each device writes.
@@ -358,6 +365,6 @@ def merge_scattered_entries(
 
 
 def format_index(index: IndexRanges) -> str:
-    """Format an index for a message, as in ``[0:2, 6:8]``; ranges after the fourth are replaced by an ellipsis."""
+    """Format an index for a message, as in ``[0:2, 6:8]``; an ellipsis replaces all ranges after the fourth."""
     ranges_text = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
     return f"[{ranges_text}{', …' if len(index) > 4 else ''}]"

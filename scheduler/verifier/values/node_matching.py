@@ -24,14 +24,14 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """The consumers of certain operands: the nodes of the user's graph that apply one op to these operands."""
+    """A table of the nodes of the user's graph that apply one op to certain operands, grouped by attributes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._groups: dict[AttrItems, _ConsumersWithSharedAttrs] = {}
 
     def add_consumer(self, graph_node: NodeSpecs, result_numbers: tuple[int, ...]) -> None:
-        """Add a consumer, a node of the user's graph, with the value numbers of its results."""
+        """Add a node of the user's graph to the table, with the value numbers of its results."""
         self._groups.setdefault(
             self._list_attrs_equal_on_devices(graph_node), _ConsumersWithSharedAttrs(self._op)
         ).consumers.append((graph_node, result_numbers))
@@ -39,10 +39,10 @@ class ConsumerTable:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Find the consumers that a device's node may be a local version of, by the node's attributes.
+        """Yield the graph nodes that a device's node may be a local version of, because their attributes agree.
 
-        If no consumer has these attributes, `MAX_EXAMPLES` other consumers follow, from which the caller explains the
-        fault. A device's node without entries may be a local version of any consumer.
+        Without such a node, at most `MAX_EXAMPLES` other nodes are yielded, from which the caller explains the fault. A
+        device's node with empty results may be a local version of any consumer, so all are yielded.
 
         Args:
             device_node: The device's node.
@@ -56,16 +56,16 @@ class ConsumerTable:
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_attrs_equal_on_devices(self, node: NodeSpecs) -> AttrItems:
-        """List the attributes of a node that must be equal on devices, sorted by name.
+        """List the attributes of a node that must be equal in its local version on a device, sorted by name.
 
-        Other attributes, such as sizes, may differ between a node and its local version on a device.
+        Other attributes, such as sizes, may differ.
         """
         local = list_attrs_that_may_differ(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
 class _ConsumersWithSharedAttrs:
-    """Consumers that share all attributes, except attributes that may differ on a device, such as sizes."""
+    """The nodes of a `ConsumerTable` that have equal attributes, except attributes that may differ on a device."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -74,9 +74,9 @@ class _ConsumersWithSharedAttrs:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Find the consumers that a device's node may be a local version of.
+        """Yield the graph nodes of this group that a device's node may be a local version of.
 
-        A slice is compared only with slices that contain its first entry.
+        A slice is compared only with slices that contain its first entry. Other ops are compared with the whole group.
 
         Args:
             device_node: The device's node.
@@ -107,10 +107,11 @@ class _ConsumersWithSharedAttrs:
 
     @cached_property
     def _slices_sorted_by_start(self) -> tuple[list[int], list[int], list[int]]:
-        """The slices of the group, sorted by start, for a search by position.
+        """The slices of the group, sorted by start, so that the slices with a given position can be searched.
 
         Returns:
-            The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.
+            Three lists in this order: the start of each slice; the largest end of the slice and all earlier ones; its
+            position in `consumers`.
         """
         spans = [
             (as_integer(a["start"]), as_integer(a["stop"])) for a in (user.attrs_by_name for user, _ in self.consumers)

@@ -23,9 +23,9 @@ AttrItems: TypeAlias = tuple[tuple[str, Attr], ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeSpecs:
-    """The specs of a node of the user's graph or of a device's graph: attributes, operand specs and result specs.
+    """The attributes, operand specs and result specs of a node, of the user's graph or of a device's graph.
 
-    Nodes with equal specs share the results of the verifier, so the results are inferred once.
+    Operands are left out. So the result entries of nodes with equal specs are inferred once.
     """
 
     attrs: AttrItems
@@ -39,17 +39,18 @@ class NodeSpecs:
 
 
 def make_node_specs(node: Node) -> NodeSpecs:
-    """Make the specs of a node: its attributes, operand specs and result specs."""
+    """Return the attributes, operand specs and result specs of a node."""
     return NodeSpecs(tuple(node.attrs.items()), tuple(None if s is None else s.spec for s in node.src), node.specs)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTableRows:
-    """The rows of a lookup table, such as an embedding table, that a device has.
+    """The rows of a lookup table, such as an embedding table, that one device has.
 
-    - `table_operand`: the name of the operand that is the table. It has `row_count` rows in the user's graph.
+    - `table_operand`: the name of the operand that is the table.
     - `index_operand`: the name of the operand with the row numbers.
     - `local_rows`: the rows that the device has.
+    - `row_count`: the number of rows of the whole table in the user's graph.
     """
 
     table_operand: str
@@ -60,12 +61,12 @@ class LocalTableRows:
 
 @dataclass(frozen=True, slots=True)
 class InferredEntries:
-    """The inferred entries of the results of a device's node, in terms of the matching node of the user's graph.
+    """The entries that the results of a device's node have, in terms of the matching node of the user's graph.
 
-    - `axes`: the entries of each result.
-    - `partial_sum`: the terms of the contraction that the results have; None if they have all terms.
-    - `table_rows`: the rows that the device has of a lookup table; None if it has all rows.
-    - `is_empty_sum`: whether the contracted axis has size 0, so that the sum has no terms on any device.
+    - `axes`: the entries of each result, for each axis.
+    - `partial_sum`: the terms of the node's contraction that the device sums; None if it sums all terms.
+    - `table_rows`: the rows of a lookup table that the device has; None if it has all rows.
+    - `is_empty_sum`: whether a contracted axis has size 0, so that the sum has no terms on any device.
     """
 
     axes: tuple[ValueEntries, ...]

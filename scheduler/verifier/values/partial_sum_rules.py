@@ -26,13 +26,13 @@ def propagate_partial_sum(
     inferred_entries: InferredEntries,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Propagate the partial sums of a node's operands to the results; return None if the results are complete.
+    """Derive the partial sum of a node's results from the partial sums of its operands; None for complete results.
 
     1. A lookup in a table with some local rows has the terms of these rows.
-    2. With complete operands, the node's own contraction gives the partial sum.
-    3. Zeros in operands that give zeros are a partial sum without terms.
+    2. If all operands are complete, the node's own contraction gives the partial sum.
+    3. If the operands are zeros and the op keeps zeros, the result has no terms.
     4. A routed partial sum (rows that a table lookup selects) stays routed if the result is zero at the same indices.
-    5. A partial sum of linear operands stays a partial sum.
+    5. A partial sum in operands in which the op is linear stays a partial sum.
 
     Args:
         op: Name of the op.
@@ -72,12 +72,12 @@ def propagate_partial_sum(
 
 
 def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, linear_operands: str) -> list[str]:
-    """List the operands that the node has of linear operands such as ``a+b``, in operand order.
+    """List the names in `linear_operands` for which the node has an operand, in operand order.
 
     Args:
         declared: The op of the node.
         graph_node: The node.
-        linear_operands: Names of operands in which the op is linear together, joined by ``+``.
+        linear_operands: Names of operands in which the op is linear together, joined by ``+``, such as ``a+b``.
     """
     here = [n for n, s in zip(declared.operand_names, graph_node.src, strict=False) if s is not None]
     return [n for n in here if n in linear_operands.split("+")]
@@ -86,14 +86,14 @@ def _list_present_linear_operands(declared: Op[Any], graph_node: NodeSpecs, line
 def _propagate_routed_partial_sum(
     declared: Op[Any], graph_node: NodeSpecs, sums_by_operand: Mapping[str, OptionalPartialSum]
 ) -> PartialSum | None:
-    """Propagate a routed partial sum, which all given operands share, to the result; return None if that is impossible.
+    """Return the routed partial sum of a node's result, if its operands have one and the op keeps it; else None.
 
-    A routed partial sum has the result rows that look up a local table row, and zeros elsewhere. Two conditions must
-    hold:
+    A routed partial sum comes from a table lookup. A device has the result rows that look up one of its local table
+    rows, and zeros elsewhere. The result keeps it under three conditions:
 
+    - All operands that are partial sums have the same routed partial sum.
     - Zeros in these operands give zeros in the result.
-    - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up
-      row.
+    - The leading axes of the result and of each operand are the same, so each entry comes from the same looked-up row.
     """
     first = next(iter(sums_by_operand.values()))
     if (
@@ -115,9 +115,15 @@ def _propagate_routed_partial_sum(
 def _is_routed_by_leading_index(
     declared: Op[Any], graph_node: NodeSpecs, operand: str, partial_sum: PartialSum
 ) -> bool:
-    """Return whether each routed entry of the result needs only the entry of `operand` at the same leading index.
+    """Return whether each entry of the result reads `operand` only at the same index of its leading axes.
 
-    The op's declaration decides whether the leading axes, which route the partial sum, are kept.
+    The leading axes are the axes of the index operand of the lookup. Without a routed partial sum the result is False.
+
+    Args:
+        declared: The op of the node.
+        graph_node: The node.
+        operand: The name of the operand that is a partial sum.
+        partial_sum: This partial sum.
     """
     if partial_sum.routing is None:
         return False
@@ -137,10 +143,10 @@ def _infer_table_lookup_partial_sum(
     inferred_entries: InferredEntries,
     operand_numbers: OperandValueNumbers,
 ) -> OptionalPartialSum:
-    """Infer the partial sum of a table lookup on a device that has only some rows of the table.
+    """Return the partial sum of a table lookup on a device that has only some rows of the table.
 
-    The device has the terms of result entries that look up a local row. Operands that the op adds to the looked-up
-    rows may be partial sums too. All other operands must be complete, or be routed by the same rows.
+    The device has the result entries that look up a local row. Operands that the op adds to the looked-up rows may be
+    partial sums too. All other operands must be complete, or be routed by the same rows.
 
     Raises:
         ValueError: The node also sums over shards, or an operand is a partial sum that must be complete.

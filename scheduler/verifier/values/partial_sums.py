@@ -39,15 +39,15 @@ from .index_sets import IndexRanges, count_entries, has_common_entries, has_dupl
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """The part of a sum's terms that one device has, as a nested record of the ops from the contraction to the value.
+    """The terms of a sum that one device has, as a nested record of the ops from the contraction to the value.
 
-    The kinds are:
+    The field `kind` decides which fields are used:
 
-    - ``none``: zeros, no term.
-    - ``terms``: the terms of a contraction with an index in `index_box`, which has one index for each contracted
-      axis; `axis_sizes` are the sizes of these axes.
-    - ``linear``: the result of an op that is linear in the operands of the joint `linear_operands`, such as ``a+b``.
-      `operand_sums` are the partial sums of these operands; None stands for the complete operand.
+    - ``none``: The device has no term, only zeros.
+    - ``terms``: The device has some terms of a contraction. `index_box` has its entries of each contracted axis, and
+      `axis_sizes` has the sizes of these axes.
+    - ``linear``: The value is the result of an op that is linear in some operands. `linear_operands` has their names,
+      such as ``a+b``. `operand_sums` has their partial sums; None stands for the complete operand.
 
     `routing` is set for rows that are looked up in a table. It is a pair: the value number of the index operand, and
     its number of axes. The index operand has a row number for each index of the leading axes of the result. At such
@@ -82,7 +82,7 @@ OptionalPartialSum = PartialSum | None
 
 
 def make_contraction_partial_sum(index_box: tuple[IndexRanges, ...], axis_sizes: tuple[int, ...]) -> OptionalPartialSum:
-    """Make the partial sum of a contraction on a device that has some entries of the contracted axes.
+    """Return the partial sum of a contraction on a device that has only some entries of the contracted axes.
 
     Args:
         index_box: For each contracted axis, the entries that the device has.
@@ -99,7 +99,7 @@ def make_contraction_partial_sum(index_box: tuple[IndexRanges, ...], axis_sizes:
 
 
 def make_linear_partial_sum(linear_operands: str, operand_sums: Sequence[OptionalPartialSum]) -> OptionalPartialSum:
-    """Make the partial sum of the result of a linear op from the partial sums of its operands.
+    """Return the partial sum of the result of a linear op, given the partial sums of its operands.
 
     Args:
         linear_operands: Names of the operands in which the op is linear together, joined by ``+``.
@@ -119,7 +119,7 @@ def check_sum_is_complete(
     partial_sums: Sequence[OptionalPartialSum],
     known_complete: dict[tuple[int, ...], Sequence[OptionalPartialSum]] | None = None,
 ) -> str | None:
-    """Check that the partial sums of all devices form a complete sum, each term once; return the reason if not.
+    """Return why the partial sums of all devices are not a complete sum, with each term once; None if they are.
 
     Args:
         partial_sums: The partial sum of each device; None for a device that has the complete value.
@@ -138,7 +138,7 @@ def _check_nested_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Check partial sums recursively: return why the devices do not have each term exactly once, or None.
+    """Return why the devices do not have each term of a sum exactly once, or None; nested sums are checked too.
 
     Args:
         partial_sums: The partial sum of each device.
@@ -167,10 +167,10 @@ def _check_linear_op_partial_sums(
     known_complete: Mapping[tuple[int, ...], object],
     being_checked: dict[tuple[int, ...], Sequence[OptionalPartialSum]],
 ) -> str | None:
-    """Check the partial sums of a linear op's result, operand by operand; return why they are incomplete, or None.
+    """Return why the partial sums of a linear op's result are incomplete, or None; each operand is checked by itself.
 
-    A device that has the complete result counts as one with the complete operand. A device that has zeros counts as
-    one with zeros.
+    A device with the complete result counts as a device with the complete operand. A device with zeros counts as a
+    device with zeros in the operand.
     """
     forms = {(s.linear_operands, len(s.operand_sums)) for s in partial_sums if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in partial_sums if s is not None}
@@ -184,10 +184,10 @@ def _check_linear_op_partial_sums(
 
 
 def _check_index_boxes_cover_all_terms(boxes: Sequence[tuple[int, PartialSum]]) -> str | None:
-    """Check that the devices' index boxes cover all terms without overlap; return why not, or None.
+    """Return why the terms of all devices do not cover a contraction exactly once, or None if they do.
 
     Args:
-        boxes: Pairs of a device number and its partial sum of the kind ``terms``.
+        boxes: Pairs of a device number and its partial sum of the kind ``terms``, with an index box.
     """
     sizes, by = boxes[0][1].axis_sizes, boxes[0][1].routing
     for device, box in boxes:

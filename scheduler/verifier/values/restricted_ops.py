@@ -1,8 +1,7 @@
 """The entries of a node's results, inferred from the entries of its operands and the declaration of its op.
 
-The verifier of plans calls `infer_result_entries` for every node of a device. The inputs are the node of the user's
-graph, the device's node with its smaller operands, and the entries of these operands. Nothing is taken from the
-planner.
+The verifier of plans calls `infer_result_entries` for every node of a device, with the matching node of the user's
+graph and the entries of the operands. A local version of a graph node computes some entries of its results.
 
 Example: The user multiplies a weight of 6 rows by 3 vectors of 8. A device with the rows 2 and 3 of the weight
 computes the columns 2 and 3 of the product. A device with the columns 0 to 3 of both operands computes all of the
@@ -63,14 +62,14 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 
 
 class NodeMismatchError(Exception):
-    """The error that a device's node does not match a node of the user's graph as its local version."""
+    """The error that a device's node is no local version of the graph node with which it is compared."""
 
 
 @lru_cache(maxsize=1 << 15)
 def infer_result_entries(
     op: str, graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries | str:
-    """Infer the result entries that a device's node computes, in terms of a node of the user's graph.
+    """Return the entries of a graph node's results that a device's node computes, as its local version.
 
     Args:
         op: Name of the op.
@@ -95,17 +94,17 @@ def infer_result_entries(
 
 
 def _make_empty_entries(graph_spec: Spec, device_spec: Spec) -> ValueEntries:
-    """Make the entries of a result without elements: for each axis as many first entries as the device's result has."""
+    """Return entries for a result without elements: on each axis the first entries, as many as the device has."""
     return tuple((_make_prefix_index(n, m), ()) for n, m in zip(graph_spec.shape, device_spec.shape, strict=True))
 
 
 def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
-    """Make the index of the first `entry_count` entries of an axis, or of all entries if the axis has fewer."""
+    """Return the index of the first `entry_count` entries of an axis, in order."""
     return make_full_index(axis_size) if entry_count == axis_size else make_full_index(entry_count)
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs) -> None:
-    """Require equal attributes of a graph node and its local version on a device, except attributes that may differ."""
+    """Raise `NodeMismatchError` if attributes differ in the local version of a node, unless they may differ."""
     theirs, local = device_node.attrs_by_name, list_attrs_that_may_differ(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -116,7 +115,7 @@ def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: 
 
 @cache
 def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
-    """List the attributes of an op that may differ between a graph node and its local version on a device."""
+    """List the attributes that may differ in a local version of a node: sizes, and row ranges of table lookups."""
     sizes = SIZE_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | ROW_RANGE_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
@@ -126,14 +125,14 @@ def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _DimensionEntries:
-    """The device's entries of each dimension of a signature; all operands with a dimension must have the same."""
+    """The entries that a device has of each signature dimension, collected from operands that must agree."""
 
     entries_by_dimension: dict[str, AxisEntries] = field(default_factory=dict)
     leading_entries: list[AxisEntries] = field(default_factory=list)
     contracted_leading_entries: list[AxisEntries] = field(default_factory=list)
 
     def add_dimension_entries(self, name: str, entries: AxisEntries) -> None:
-        """Add the entries that an operand has of a dimension; raise an error if another operand's entries differ."""
+        """Record an operand's entries of a dimension; raise `NodeMismatchError` if an earlier operand has others."""
         self.entries_by_dimension[name] = (
             _unify_entries(self.entries_by_dimension[name], entries, name)
             if name in self.entries_by_dimension
@@ -141,7 +140,7 @@ class _DimensionEntries:
         )
 
     def add_leading_entries(self, common_entries: list[AxisEntries], operand_entries: Sequence[AxisEntries]) -> None:
-        """Add an operand's entries of its leading axes to `common_entries`; raise an error if they differ."""
+        """Record an operand's entries of its leading axes in `common_entries`; raise if earlier operands differ."""
         for i, part in enumerate(operand_entries):
             if i < len(common_entries):
                 common_entries[i] = _unify_entries(common_entries[i], part, f"leading axis {i}")
@@ -150,7 +149,7 @@ class _DimensionEntries:
 
 
 def _unify_entries(entries: AxisEntries, other_entries: AxisEntries, axis_name: str) -> AxisEntries:
-    """Require that two operands have equivalent entries of an axis; return them with the digits that both ignore."""
+    """Return the entries of an axis that two operands share, with the digits that both ignore; raise if they differ."""
     index = find_equivalent_index(*entries, *other_entries)
     if index is None:
         raise NodeMismatchError(
@@ -166,9 +165,9 @@ def _infer_entries_by_signature(
     """Infer the result entries of an op that declares a signature, such as ``a[n k], b[m k] -> [m n]``.
 
     1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
-    2. Require that coupled dimensions are whole.
+    2. Require that the device has all entries of coupled dimensions, which cannot be sharded.
     3. Combine the dimensions to the entries of the results, which must have the shapes of the device's results.
-    4. Return the contracted dimensions as a partial sum.
+    4. Return the entries of contracted dimensions as a partial sum.
     """
     attrs = graph_node.attrs_by_name
     sizes = declared.resolve_sizes(graph_node.src, attrs).by_name
@@ -225,9 +224,9 @@ def _infer_entries_by_signature(
 def _find_local_table_rows(
     signature: Signature, graph_node: NodeSpecs, device_node: NodeSpecs, dimensions: _DimensionEntries
 ) -> LocalTableRows | None:
-    """Find the rows of a lookup table that the device has, which its attributes `first` and `total` must state.
+    """Return the rows of a lookup table that the device has; None if it has all rows, or if the op has no table.
 
-    None means that the device has all rows, or that the op has no table.
+    The attributes `first` and `total` of the device's node must state these rows.
     """
     if signature.indexed_dimension is None:
         return None
@@ -259,7 +258,7 @@ def _add_factor_entries(
     device_sizes: Mapping[str, int],
     dimensions: _DimensionEntries,
 ) -> None:
-    """Split an operand's entries of one dimension into entries of its factors, and add them to `dimensions`."""
+    """Split an operand's entries of an axis that is a product into entries of its factors; record them."""
     index, digits = entries
     theirs = tuple(int(f) if f.isdecimal() else graph_sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else device_sizes.get(f, -1) for f in dim.factors)
@@ -279,7 +278,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Combine the entries of a dimension's factors to the entries of a result axis; other factors must be whole."""
+    """Return the entries of a result axis from the entries of its factors; factors of no operand must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
@@ -298,7 +297,7 @@ def _require_matching_broadcasts(
     operand_entries: Sequence[ValueEntries | None],
     leading_entries: list[AxisEntries],
 ) -> None:
-    """Require that tiled or grouped operands meet the same entries of the other operands as in the user's graph."""
+    """Require that tiled or grouped operands are repeated over the same local entries as in the user's graph."""
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, graph_node.src, strict=False):
         if spec is not None and operand.leading is LeadingAxes.EQUAL:
@@ -326,7 +325,7 @@ def _require_matching_broadcasts(
 
 
 def _require_result_shapes(device_node: NodeSpecs, result_entries: Sequence[ValueEntries]) -> None:
-    """Require that the results of a device's node have the shapes of these entries."""
+    """Raise `NodeMismatchError` unless the results of a device's node have as many entries as inferred on each axis."""
     for spec, axes in zip(device_node.results, result_entries, strict=True):
         if spec.shape != tuple(count_entries(i) for i, _ in axes):
             raise NodeMismatchError(
@@ -340,7 +339,7 @@ def _require_result_shapes(device_node: NodeSpecs, result_entries: Sequence[Valu
 def _infer_entries_by_axis_links(
     declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries:
-    """Infer the result entries of an op that links operand axes to result axes, such as a slice or a reshape."""
+    """Infer the result entries of an op such as a slice or a reshape, by its links of operand axes to result axes."""
     assert declared.links is not None
     links = declared.links(graph_node.src, graph_node.attrs_by_name)
     starts = {
@@ -374,7 +373,7 @@ def _infer_entries_by_axis_links(
 def _map_linked_axis_entries(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Map the entries of an operand axis to the linked result axis; True if it is only a part of the result axis."""
+    """Return whether an operand axis is only a part of its result axis, and the entries that it has there."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
@@ -398,7 +397,7 @@ def _map_reshaped_axis_entries(
     local_shape: tuple[int, ...],
     collected: dict[int, list[Any]],
 ) -> None:
-    """Map the entries of operand axes that a reshape combines or splits; add them to `collected` by result axis."""
+    """Add to `collected`, by result axis, the entries of operand axes that a reshape combines or splits."""
     sizes = tuple(operand_spec.shape[a] for a in link.source)
     after = tuple(graph_node.results[0].shape[a] for a in link.result)
     flat = combine_factor_indices(tuple(entries[a][0] for a in link.source), sizes)
@@ -415,7 +414,7 @@ def _map_reshaped_axis_entries(
 def _require_whole_unlinked_axes(
     links: Sequence[AxisLink], graph_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
 ) -> None:
-    """Require that the device has all entries of operand axes without a link to a result axis."""
+    """Require that the device has all entries of operand axes that are linked to no result axis."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(graph_node.src, operand_entries, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
@@ -426,9 +425,9 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Combine the entries that axis links give (local start, is a part, entries) to the entries of one result axis.
+    """Return the entries of a result axis from the linked operand axes (local start, is a part, entries).
 
-    A view may show any prefix of a broadcast axis.
+    Linked axes are parts of the result axis, or all equal to it. A view may show any prefix of a broadcast axis.
     """
     if not linked_parts:
         if not is_view and local_size != axis_size:

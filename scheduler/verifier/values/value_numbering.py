@@ -38,12 +38,14 @@ Key: TypeAlias = tuple[object, ...]
 
 
 class ValueNumbering:
-    """The values of the user's graph, numbered: values that are computed alike, and copies, share a number.
+    """The values of the user's graph, numbered so that values which are computed alike share a number.
+
+    A copy has the number of its operand.
 
     - `value_by_number`: for each number the first value that has it.
     - `number_by_value`: the number of each value.
     - `digits_by_number`: for each number the ignored digits of each axis, on which the value does not depend.
-    - `consumers`: for an op and operand numbers, the nodes that have these operands.
+    - `consumers`: the nodes that apply an op to given operands, by op and operand numbers.
     - `leaf_by_name`: leaves by op and name.
     """
 
@@ -62,7 +64,7 @@ class ValueNumbering:
             self.number_by_value.update(zip(node.results, numbers, strict=True))
 
     def _number_results(self, node: Node) -> tuple[int, ...]:
-        """Number the results of a node: return the numbers of an earlier equal node, or new numbers without one."""
+        """Return numbers for the results of a node: the numbers of an earlier equal node, else new ones."""
         if node.op == "cont":
             return (self.number_by_value[node.inputs[0]],)
         sources = tuple(None if s is None else self.number_by_value[s] for s in node.src)
@@ -86,9 +88,10 @@ class ValueNumbering:
     def find_consumer_operand_numbers(
         self, op: str, allowed_numbers: Sequence[Collection[int | None]]
     ) -> Iterator[tuple[int | None, ...]]:
-        """Find the operand number lists of the op's consumers: nodes that apply `op` to allowed operands only.
+        """Yield the operand numbers of each graph node that applies `op` to allowed operands only.
 
-        Only the consumers of the operand with the fewest consumers are compared.
+        Nodes with equal operand numbers are yielded once. For speed, the search starts at the operand with the fewest
+        consumers.
 
         Args:
             op: Name of the op.
@@ -111,7 +114,7 @@ class ValueNumbering:
     def _infer_ignored_digits(
         self, op: str, instance: NodeSpecs, operand_numbers: Sequence[int | None]
     ) -> list[tuple[IgnoredDigits, ...]]:
-        """Infer the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
+        """Return the ignored digits of a node's results: parts of the entry numbers on which the values do not depend.
 
         Args:
             op: Name of the op.
@@ -130,7 +133,9 @@ class ValueNumbering:
         return [((),) * len(r.shape) for r in instance.results]
 
     def attach_ignored_digits(self, value_number: int, indices: tuple[IndexRanges, ...]) -> ValueEntries:
-        """Attach to the entries of each axis of a value the ignored digits, on which the value does not depend.
+        """Pair the entries of each axis of a value with the ignored digits of the axis.
+
+        The value does not depend on these parts of its entry numbers.
 
         Args:
             value_number: The number of the graph value.
@@ -139,9 +144,9 @@ class ValueNumbering:
         return tuple(zip(indices, self.digits_by_number[value_number], strict=True))
 
     def is_fact_of_complete_entries(self, fact: Fact, value: Value, indices: Sequence[IndexRanges]) -> bool:
-        """Return whether a fact states that a device value is exactly the given entries of a graph value.
+        """Return whether a fact proves that a device value is exactly the given entries of a graph value.
 
-        A fact about a partial sum does not state this.
+        A fact about a partial sum does not prove it.
 
         Args:
             fact: The fact about the device value.
@@ -158,7 +163,7 @@ class ValueNumbering:
     def has_equal_entries(
         self, value_number: int, indices: Sequence[IndexRanges], other_indices: Sequence[IndexRanges]
     ) -> bool:
-        """Return whether two parts of one value have equal entries on each axis; ignored digits may differ.
+        """Return whether two parts of one value have equal entries on each axis, up to ignored digits.
 
         Args:
             value_number: The number of the graph value.
