@@ -33,9 +33,9 @@ def run(
         graph: The graph to run.
         inputs: An array for each input, by name.
         weights: An array for each weight, by name.
-        devices: As for `plan`.
-        split_mode: As for `plan`.
-        threads: As for `plan`.
+        devices: The devices, as for `plan`, such as ``cpu:0``.
+        split_mode: How several devices share the graph, as for `plan`.
+        threads: The threads of a device, as for `plan`.
 
     Raises:
         GraphError: The graph is illegal.

@@ -21,16 +21,20 @@ START_POINT: StagePoint = (-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class CriticalPathEntry:
-    """A timeline entry on the critical path, with the device that runs it; the device is None for a collective."""
+    """A timeline entry on the critical path.
+
+    - `stage`: the timeline entry.
+    - `device`: the device that computes it; None for a collective.
+    """
 
     stage: TimelineEntry
     device: int | None
 
 
 def find_critical_path(timeline: Sequence[TimelineEntry], devices: int) -> list[CriticalPathEntry]:
-    """Find the critical path: timeline entries that follow each other without a gap from the start to the end of a run.
+    """Return the timeline entries that determine the time of a run: each begins when the entry before it ends.
 
-    The sum of their times is the time of the run (`stages.compute_last_end_seconds`). Entries that take no time are
+    Their seconds add up to the time of the run (`timeline.compute_last_end_seconds`). Entries that take no time are
     left out.
     """
     ends: dict[StagePoint, tuple[float, StagePoint]] = {

@@ -27,11 +27,11 @@ from .weight_balance import find_weight_imbalance
 
 
 def explain_plan(plan: Plan, *, steps: bool = False) -> str:
-    """Return the report that explains a plan: summary, reasons, memory, weight balance and timeline.
+    """Return a text report about a plan: summary, reasons, memory, weight balance and timeline.
 
     Args:
         plan: The plan.
-        steps: Whether the report also has the instructions of each device.
+        steps: Whether the report also lists the instructions of each device.
     """
     lines = [format_summary(plan), *(f"  {reason}" for reason in format_search_lines(plan))]
     lines += ["", *format_memory_table(plan), ""]
@@ -45,7 +45,7 @@ def explain_plan(plan: Plan, *, steps: bool = False) -> str:
 
 
 def format_summary(plan: Plan) -> str:
-    """Format the summary of a plan in one line: nodes, steps, collectives by kind, arithmetic and time."""
+    """Return a plan in one line: devices, nodes, steps, collectives by kind, FLOPs and predicted time."""
     views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
     longest = max(len(device_plan.program.instructions) for device_plan in plan.device_plans)
     counts: dict[str, int] = {}
@@ -67,12 +67,12 @@ def format_summary(plan: Plan) -> str:
 
 
 def _has_sharded_leaves_or_outputs(plan: Plan) -> bool:
-    """Return whether a plan has sharded or local leaves or outputs, so that devices have different parts."""
+    """Return whether devices have different parts of the leaves or outputs: a layout is sharded or local."""
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
 def format_search_lines(plan: Plan) -> list[str]:
-    """Format the lines about the factor search: the reasons of the plan, and the properties of its result."""
+    """Return the lines that explain how the plan was found, with its placement, overlap, speedups and more."""
     return [
         *plan.reasons,
         *format_plan_time_line(plan),
@@ -86,9 +86,10 @@ def format_search_lines(plan: Plan) -> list[str]:
 
 
 def format_plan_time_line(plan: Plan) -> list[str]:
-    """Format the predicted time of the plan as one line, if factors are sharded.
+    """Return a line with the predicted time of the plan, if factors are sharded.
 
-    The search predicts shorter times, because the programs contain copies that the search does not see.
+    It is longer than the times in the lines of the factor search, because the search does not see the copies in the
+    programs.
     """
     if not plan.sharded_factors:
         return []
@@ -96,7 +97,7 @@ def format_plan_time_line(plan: Plan) -> list[str]:
 
 
 def format_placement_lines(plan: Plan) -> list[str]:
-    """Format the placement of pinned nodes: one line for each reason why nodes run on one device alone."""
+    """Return one line for each group of pinned nodes: the device that alone runs them, the nodes and the reason."""
     lines = []
     for placed in plan.pinned_nodes:
         first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
@@ -109,7 +110,7 @@ def format_placement_lines(plan: Plan) -> list[str]:
 
 
 def format_transport_lines(plan: Plan) -> list[str]:
-    """Format how the devices of each backend exchange data, if the backend has several transports."""
+    """Return lines that say how devices exchange data, for backends that have several transports."""
     kinds: dict[type, list[DevicePlan]] = {}
     for device_plan in plan.device_plans:
         kinds.setdefault(type(device_plan.backend), []).append(device_plan)
@@ -127,7 +128,7 @@ def format_transport_lines(plan: Plan) -> list[str]:
 
 
 def format_critical_path_lines(plan: Plan) -> list[str]:
-    """Format the shares of devices and collectives on the critical path, if there are several devices."""
+    """Return a line with the shares of devices and collectives in the time of a run; no line for one device."""
     if len(plan.device_plans) == 1 or not plan.cost.total:
         return []
     seconds: dict[str, float] = defaultdict(float)
@@ -140,7 +141,7 @@ def format_critical_path_lines(plan: Plan) -> list[str]:
 
 
 def format_overlap_lines(plan: Plan) -> list[str]:
-    """Format the time that overlap saves: devices compute during collectives."""
+    """Return a line with the time that is saved because devices compute during collectives; no line without overlap."""
     if not (hidden := plan.cost.hidden):
         return []
     device_plans = {id(device_plan.program): device_plan for device_plan in plan.device_plans}.values()
@@ -154,7 +155,7 @@ def format_overlap_lines(plan: Plan) -> list[str]:
 
 
 def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
-    """Format the predicted speedup of pipelined runs, if there is one."""
+    """Return a line with the predicted speedup of pipelined runs; no line if it is below 1%."""
     times, through = (
         estimate_pipeline_speedup(plan),
         format_stage_count(count_pipeline_stages(plan), len(plan.device_plans)),
@@ -165,7 +166,7 @@ def format_pipeline_speedup_lines(plan: Plan) -> list[str]:
 
 
 def format_numpy_fallback_lines(plan: Plan) -> list[str]:
-    """Format one line for each kind of device with the ops that NumPy computes because no compiled kernel exists."""
+    """Return one line for each kind of device with the ops that NumPy computes for lack of a compiled kernel."""
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for device_plan, costs in zip(plan.device_plans, plan.instruction_costs, strict=True):
         for position in costs.stand_ins:
@@ -179,9 +180,9 @@ def format_numpy_fallback_lines(plan: Plan) -> list[str]:
 
 
 def format_memory_table(plan: Plan) -> list[str]:
-    """Format a table of the bytes on each device by kind of memory, with the free memory.
+    """Return a table of the bytes on each device: a column for each kind of memory, and the free memory.
 
-    The bytes that are saved for the rollback of a failed run are a part of the compute memory.
+    The column "to undo" has the bytes that are saved for the rollback of a failed run. They are part of "compute".
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for device_plan in plan.device_plans:
@@ -199,7 +200,7 @@ def format_memory_table(plan: Plan) -> list[str]:
 
 
 def format_timeline_table(plan: Plan) -> list[str]:
-    """Format the timeline as a table with one row for each entry; repeated rows, such as layers, are shown once."""
+    """Format the timeline as a table with one row for each entry and its reason; repeated layers are shown once."""
     reasons, advice = TimelineReasons(plan), find_placement_hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
@@ -223,7 +224,14 @@ def format_timeline_table(plan: Plan) -> list[str]:
 
 
 def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: str) -> tuple[str, ...]:
-    """Format one timeline entry and its reason as a table row."""
+    """Return the cells of the table row of one timeline entry.
+
+    Args:
+        plan: The plan.
+        number: The number of the entry.
+        entry: The timeline entry.
+        reason: The text of the last column.
+    """
     where = format_devices([str(plan.device_plans[d].device) for d in entry.devices])
     if entry.op == "send":
         where = " -> ".join(
@@ -239,12 +247,12 @@ def _format_timeline_row(plan: Plan, number: int, entry: TimelineEntry, reason: 
 
 
 def _make_row_key_without_numbers(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Make a key of a table row without numbers in its names, so that rows of repeated layers have equal keys."""
+    """Return a table row with all numbers in its reason replaced, so that rows of repeated layers are equal."""
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
 class TimelineReasons:
-    """Explains the entries of a timeline, from the graphs of the devices and the layouts of their leaves."""
+    """Explains why each entry of a timeline runs on its devices, or why it communicates."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -254,7 +262,7 @@ class TimelineReasons:
         }
 
     def explain_entry(self, entry: TimelineEntry) -> str:
-        """Explain one timeline entry: return the reason for its devices or for its collective."""
+        """Return why a timeline entry runs on its devices, or for a collective why it is needed."""
         nodes = self._list_entry_nodes(entry)
         if entry.op == COMPUTE:
             return self._explain_compute_span(nodes, entry.devices)
@@ -263,11 +271,11 @@ class TimelineReasons:
     def select_hints_for_entry(
         self, entry: TimelineEntry, hints_by_weight: Mapping[str, PlacementHint]
     ) -> list[PlacementHint]:
-        """Select the placement hints about weights that a timeline entry reads.
+        """Return the placement hints (advice to put a weight on one device) for weights that a timeline entry reads.
 
         Args:
             entry: The timeline entry.
-            hints_by_weight: The placement hints of the plan by weight.
+            hints_by_weight: The placement hints of the plan, by weight name.
         """
         read = (
             (find_view_base_node(s).name for n in self._list_entry_nodes(entry) for s in n.inputs)
@@ -277,7 +285,7 @@ class TimelineReasons:
         return list(dict.fromkeys(hints_by_weight[name] for name in read if name in hints_by_weight))
 
     def _list_entry_nodes(self, entry: TimelineEntry) -> list[Node]:
-        """List the nodes that a timeline entry computes, in the graph of its first device."""
+        """List the nodes that a timeline entry computes, in the graph of its first device, or of the sender."""
         device_plan = self.plan.device_plans[entry.sending_device]
         instructions = device_plan.program.instructions[
             entry.first_instruction : entry.first_instruction + entry.instruction_count
@@ -285,10 +293,10 @@ class TimelineReasons:
         return [device_plan.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _explain_compute_span(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """Explain why a span of nodes runs on its devices, from the weights and states that the nodes read.
+        """Return why nodes run on their devices, from the weights and states that they read.
 
-        The text names the largest weight or state placed on one device and the largest sharded one. If the span reads
-        neither, the text gives the reason why a node was pinned to a device, or explains the unsharded work.
+        The text names the largest leaf that is placed on one device, and the largest sharded one. If the span reads
+        neither, the text has the reason why a node is pinned to a device, or explains the unsharded work.
         """
         because = {name: why for name, (device, why) in self.pin_reasons.items() if device in devices}
         leaves = {find_view_base_node(s).name: find_view_base_node(s) for n in nodes for s in n.inputs}
@@ -311,7 +319,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Explain a compute span that reads no sharded weight; it may read a part of a replicated weight."""
+        """Return why a compute span without sharded or placed weights runs on its devices, by the values it reads."""
         read = [(s, find_view_base_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
@@ -324,7 +332,7 @@ class TimelineReasons:
         return "what it reads is whole on each device"
 
     def _explain_collective(self, device_plan: DevicePlan, entry: TimelineEntry, node: Node) -> str:
-        """Explain a collective or a message by the value that it exchanges."""
+        """Return why a collective or a message is needed, with the name of the value that it exchanges."""
         if entry.op == "send":
             to = self.plan.device_plans[next(d for d in entry.devices if d != entry.sending_device)].device
             return f"{format_user_value_name(node.inputs[0])} is made on {device_plan.device} and read on {to}"
@@ -342,7 +350,7 @@ class TimelineReasons:
         return f"{format_user_value_name(source)} is a sum over the devices{whose}{because}{machines}"
 
     def _describe_multi_machine_sum(self, device_plan: DevicePlan, entry: TimelineEntry) -> str:
-        """Describe how a sum over several machines is computed, if it is first computed within each machine."""
+        """Return a text about the seconds of a sum within machines and across machines, if it has steps of both."""
         cost = self.plan.hardware.estimate_collective_cost(
             entry.op, count_collective_bytes(device_plan.program.instructions[entry.first_instruction]), entry.devices
         )
@@ -359,7 +367,10 @@ class TimelineReasons:
         return layout.axis
 
     def _find_nearest_sharded_leaf(self, node: Node) -> Node | None:
-        """Find the nearest sharded weight or state from which a value is computed, or None."""
+        """Return the sharded weight or state that is the fewest nodes before a value, or None.
+
+        The search ends without a result after 1000 nodes.
+        """
         queue, seen = [node], {node}
         for here in queue:
             leaves = [s.node for s in here.inputs if s.node.is_leaf]
@@ -375,19 +386,19 @@ class TimelineReasons:
 
 
 def _find_largest_leaf(leaves: Sequence[Node]) -> tuple[Node, str]:
-    """Find the leaf with the most bytes, and return it with a text about the number of other leaves."""
+    """Return the leaf with the most bytes, and a text such as " and 3 more" about the other leaves."""
     return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 
 
 def format_user_value_name(value: Value) -> str:
-    """Format the name of a device value as the user sees it in the graph text of the user's graph."""
+    """Return the name of a device value as the user sees it in the graph text of the user's graph."""
     return format_node_reference(value.node.name or value.node.op) + (
         f"#{value.index}" if len(value.node.specs) > 1 else ""
     )
 
 
 def _list_pin_reasons(plan: Plan) -> dict[str, tuple[int, str]]:
-    """List the pinned device and the reason, by name, of pinned nodes and of the weights and states that they read."""
+    """Return (device, reason) for each pinned node, and for each leaf that a pinned node reads; by name."""
     pins_by_name = {name: (placed.device, placed.because) for placed in plan.pinned_nodes for name in placed.nodes}
     reasons = dict(pins_by_name)
     for node, name in assign_names(plan.graph).items() if pins_by_name else ():

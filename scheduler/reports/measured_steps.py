@@ -32,8 +32,10 @@ MAX_TRACE_BYTES = 1 << 30
 class MeasuredStep:
     """The measured time of one instruction in traced runs.
 
-    `seconds` is its share of the median time of its kernel. The kernel runs `steps_in_kernel` instructions, and
-    their estimates determine the shares.
+    - `kernel`: the names of the kernels that run it.
+    - `seconds`: the median seconds of the kernel. If it runs several instructions, they share the seconds in proportion
+      to their predicted seconds.
+    - `steps_in_kernel`: the number of instructions that the kernel runs.
     """
 
     kernel: str
@@ -43,9 +45,10 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """The measured steps of a plan: for each device, the step of each instruction by position.
+    """The measured times of a plan, from a trace of its runs.
 
-    The step is None for an instruction without a kernel.
+    `steps_by_device` has for each device the measured step of each instruction, by position. It is None for an
+    instruction that no kernel runs.
     """
 
     label: str
@@ -58,7 +61,7 @@ class MeasuredPlan:
 
 
 def read_measurements(plan: Plan, trace: Trace | str | Path) -> MeasuredPlan:
-    """Read the measured times of the steps of `plan` from a trace or a trace file.
+    """Return the measured time of each instruction of a plan, from a trace or a trace file.
 
     Raises:
         PlanError: If the file is not a trace, or has no run of a plan with the same steps.
@@ -89,9 +92,10 @@ def _read_trace_file(path: str | Path) -> Any:
 
 
 def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredPlan:
-    """Match a trace document with a plan, and return the measured times of the plan's steps.
+    """Return the measured times of a plan from a trace document, which may have runs of several plans.
 
-    The document may have several plans; the plan with the most equal shapes is taken.
+    The plan in the trace must have the same ops and nodes. If several have, the plan with the most equal shapes is
+    taken.
     """
     about = document["otherData"]
     if about["format"] != TRACE_FORMAT:
@@ -122,7 +126,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
 
 
 def _read_event_microseconds(event: Mapping[str, Any]) -> float:
-    """Read the duration of a trace event in microseconds. Raises `ValueError` for a duration that is not finite."""
+    """Return the duration of a trace event in microseconds; raise `ValueError` if it is not finite."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
         raise ValueError("a time must be finite")
@@ -130,7 +134,7 @@ def _read_event_microseconds(event: Mapping[str, Any]) -> float:
 
 
 def _compute_shape_match_share(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
-    """Compute the share of steps with equal shapes in a plan and a trace; the share is 0 if the steps differ."""
+    """Return the fraction of instructions with equal shapes in a plan and in a trace; 0 if ops or nodes differ."""
     own = [
         [(i.op, i.node, format_first_result_spec(i)) for i in device_plan.program.instructions]
         for device_plan in plan.device_plans

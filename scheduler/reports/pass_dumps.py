@@ -34,12 +34,12 @@ MAX_LISTED_NAMES = 3
 
 
 def format_node_reference(name: str) -> str:
-    """Format the reference to a node in a dump, ``%name``; the number of an unnamed node has no quotes."""
+    """Return a node name as in graph text, ``%name``, with quotes if needed; numbers of unnamed nodes have none."""
     return f"%{name if name.isdecimal() else quote_node_name(name)}"
 
 
 def join_first_names(found: Sequence[str]) -> str:
-    """Join the first `MAX_LISTED_NAMES` names to one text, with the count of the others."""
+    """Return the first `MAX_LISTED_NAMES` names as text, followed by the number of the others."""
     more = f" and {len(found) - MAX_LISTED_NAMES} more" if len(found) > MAX_LISTED_NAMES else ""
     return ", ".join(found[:MAX_LISTED_NAMES]) + more
 
@@ -48,11 +48,11 @@ def join_first_names(found: Sequence[str]) -> str:
 
 
 def format_factor_tables(factors: Factors) -> str:
-    """Format two tables: all factors, and the axes of every value as products of factors.
+    """Return two tables: all factors of a graph, and the axes of every value as products of factors.
 
-    Each factor has a letter, the leaves with this factor, and the nodes that keep it from being sharded. Axes are
-    written as in einops, outer first; ``|`` stands between segments, and ``!`` follows a factor that cannot be
-    sharded.
+    A factor is an index range that several axes share. Each has a letter, the leaves with this factor, and the nodes
+    that keep it from being sharded. Axes are written as in einops, outer first; ``|`` stands between segments, and
+    ``!`` follows a factor that cannot be sharded.
     """
     node_names = assign_names(factors.graph)
     symbols = _assign_factor_symbols(factors)
@@ -84,7 +84,7 @@ def format_factor_tables(factors: Factors) -> str:
 
 
 def _assign_factor_symbols(factors: Factors) -> dict[Factor, str]:
-    """Assign a symbol (one or more letters) to each factor of more than one index, in the order of the values."""
+    """Give each factor of more than one index a symbol of one or more letters, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     symbols: dict[Factor, str] = {}
     for node in factors.graph.nodes:
@@ -108,7 +108,7 @@ def _format_value(value: Value, node_names: Mapping[Node, str]) -> str:
 
 
 def format_layouts(leaves: Mapping[str, Layout], outputs: Mapping[str, Layout]) -> str:
-    """Format a table of the layouts of leaves and outputs.
+    """Return a table of the layouts of leaves and outputs.
 
     ``S0 0+32 | 32+32`` means sharded on axis 0, with the offset and the length of each device's index range.
     """
@@ -129,7 +129,7 @@ _QUOTED_NUMBER = re.compile(r'%"(\d+)"')
 
 
 def format_device_graphs(graphs: Sequence[Graph]) -> str:
-    """Format the graph of each device; an equal graph of a later device is not repeated."""
+    """Return the graph text of each device; for a graph equal to an earlier one only a reference to its device."""
     first: dict[str, int] = {}
     sections = []
     for device, graph in enumerate(graphs):
@@ -144,7 +144,12 @@ def format_device_graphs(graphs: Sequence[Graph]) -> str:
 
 @dataclass(slots=True, eq=False)
 class ArenaLifetime:
-    """The lifetime of one value in the arena: its bytes, and the steps from its write to its last read."""
+    """The bytes of one value in the arena, and the steps from its write to its last read.
+
+    - `offset`, `nbytes`: the first byte, and the number of bytes.
+    - `first_step`, `last_step`: the step that writes the value (-1 for inputs), and the last step that reads it.
+    - `name`, `note`: the name of the value, and a remark for people.
+    """
 
     offset: int
     nbytes: int
@@ -159,17 +164,17 @@ class ArenaLifetime:
 
     @property
     def end_byte(self) -> int:
-        """The end of the value in the arena: the byte after its last byte."""
+        """The byte after the last byte of the value in the arena."""
         return self.offset + self.nbytes
 
     @property
     def end_step(self) -> int:
-        """The end of the lifetime: the first step that does not need the value."""
+        """The first step that does not need the value any more, or that overwrites it."""
         return min(self.last_step + 1, self.overwriting_step)
 
 
 def format_memory_map(program: Program) -> str:
-    """Format a map of the arena, with the offset and lifetime of each value, and a table of the other buffers."""
+    """Return a map of the arena, with the offset and the lifetime of each value, and a table of the other buffers."""
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // LIFETIME_COLUMNS)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
@@ -186,7 +191,7 @@ def _offset_of(life: ArenaLifetime) -> int:
 
 
 def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
-    """Find the lifetimes of all values in the arena from the instructions that write and read them."""
+    """Return the byte range and the lifetime of each value in the arena, by a walk through the instructions."""
     lives = [ArenaLifetime(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
     there = sorted(lives, key=_offset_of)  # by offset, without overlaps
 
@@ -225,9 +230,10 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
 
 
 def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Compute the used arena bytes at each step, and the last step that needs the first result of each step.
+    """Return the arena bytes in use at each step, and for each step until when its first result is needed.
 
-    The last step is -1 for a step that writes to a weight, state or constant.
+    The second list has the last step that needs the first result. It is -1 if this result is in a weight, state or
+    constant.
     """
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)
@@ -241,7 +247,7 @@ def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
 
 
 def _format_buffers(program: Program) -> list[str]:
-    """Format a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
+    """Return a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
     for step, i in enumerate(program.instructions):
         for tensor in (t for t in i.src if t is not None):
@@ -260,7 +266,7 @@ def _format_buffers(program: Program) -> list[str]:
 
 
 def format_program(program: Program) -> str:
-    """Format a table of all instructions: op, node, memory of the results, and memory of the operands."""
+    """Return a table of all instructions: op, node, memory of the results, and memory of the operands."""
     places = [b.name and format_node_reference(b.name) for b in program.buffers]
     rows = [("step", "op", "writes", "reads", "with")]
     for step, i in enumerate(program.instructions):
@@ -279,7 +285,7 @@ def format_program(program: Program) -> str:
 
 
 def _format_tensor_location(tensor: Tensor, places: Sequence[str]) -> str:
-    """Format the spec and the location of a tensor: ``f32[1,64]@256`` in the arena.
+    """Return the spec and the location of a tensor as text: ``f32[1,64]@256`` is at byte 256 of the arena.
 
     A tensor in a buffer of its own has the name of the buffer: ``f32[128,64]@%token_embd.weight``.
     """
@@ -289,7 +295,7 @@ def _format_tensor_location(tensor: Tensor, places: Sequence[str]) -> str:
 
 
 def _format_non_default_attributes(i: Instruction) -> str:
-    """Format the attributes of an instruction that differ from the defaults of the op."""
+    """Return the attributes of an instruction that differ from the defaults of the op, as text."""
     defaults = REGISTRY[i.op].defaults
     return ", ".join(f"{k}={format_attribute(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
 
@@ -298,7 +304,7 @@ def _format_non_default_attributes(i: Instruction) -> str:
 
 
 def _format_distinct_programs(plan: Plan, text: Callable[[Program], str]) -> str:
-    """Format the program of each device by the function `text`; equal texts are shown once."""
+    """Apply the function `text` to the program of each device, and return the texts; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
     for device_plan in plan.device_plans:
         devices.setdefault(text(device_plan.program), []).append(str(device_plan.device))

@@ -32,7 +32,11 @@ MICROSECONDS_PER_SECOND = 1e6
 
 
 def write_chrome_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace to a file in the Chrome trace format, gzipped if the name ends in ``.gz``. Raises `OSError`."""
+    """Write a trace to a file in the Chrome trace format; a name that ends in ``.gz`` gives a gzipped file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     lines = (text.encode() for text in format_chrome_trace(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
@@ -43,7 +47,7 @@ def write_chrome_trace(trace: Trace, path: str | Path) -> None:
 
 
 def format_chrome_trace(trace: Trace) -> Iterator[str]:
-    """Format a trace in the Chrome trace format: yield the JSON text in pieces."""
+    """Yield a trace in the Chrome trace format, as pieces of JSON text."""
     plans = list({id(run.plan): run.plan for run in trace.runs}.values())
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
     about = {
@@ -64,7 +68,7 @@ def format_chrome_trace(trace: Trace) -> Iterator[str]:
 
 
 def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
-    """Make the metadata of a plan in a trace, which identify the plan: its devices, and the steps of each device."""
+    """Return the devices and the instructions of a plan, so that a reader of the trace recognises the plan."""
     steps = [
         [[i.op, i.node, format_first_result_spec(i)] for i in device_plan.program.instructions]
         for device_plan in plan.device_plans
@@ -73,7 +77,7 @@ def _make_plan_metadata(plan: Plan, label: str) -> dict[str, Any]:
 
 
 def format_first_result_spec(i: Instruction) -> str:
-    """Format the dtype and shape of the first result of an instruction; without a result the text is empty."""
+    """Return the dtype and the shape of an instruction's first result as text; empty without a result."""
     return str(i.dst[0].spec) if i.dst else ""
 
 
@@ -86,7 +90,7 @@ def _compute_process_id(device: int) -> int:
 
 
 def _make_process_name_events(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
-    """Make the trace events that name processes and threads."""
+    """Yield the trace events that name the processes (host and devices) and their threads."""
     yield _make_name_event("process_name", HOST_PROCESS, "hocket")
     yield _make_name_event("thread_name", HOST_PROCESS, "runs")
     names = {d: str(device_plan.device) for plan in plans for d, device_plan in enumerate(plan.device_plans)}
@@ -108,13 +112,13 @@ class _PlanTraceEvents:
         self._constant_texts: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def format_run_events(self, run: TracedRun, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
-        """Format the trace events of one run as JSON texts.
+        """Yield the trace events of one run as JSON texts: the run, its steps, memory counters and collectives.
 
         Args:
             run: The run.
             number: Number of the run in the trace.
             first: Start of the first run in seconds; all times are relative to it.
-            arrows: Numbers for arrows.
+            arrows: Yields an unused number for each arrow between devices.
         """
         at = (run.start - first) * MICROSECONDS_PER_SECOND
         args = {"run": number, "plan": self.number}
@@ -149,7 +153,7 @@ class _PlanTraceEvents:
             yield from _format_collective_arrows(came, arrows)
 
     def _format_event_constant_part(self, device: int, step: TimedKernel) -> str:
-        """Format the part of a step's trace event that is equal in all runs; it follows the times of the event."""
+        """Return the end of the JSON text of a step's event, which is equal in all runs; the times precede it."""
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]
@@ -182,7 +186,7 @@ def _make_counter_event(device: int, name: str, at: float, nbytes: int) -> dict[
 
 
 def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | None:
-    """Find the collective that a step runs: its sequence number, and whether the step only sends; else None."""
+    """Return the sequence number of the collective that a step runs, and whether the step only sends; else None."""
     for number in step.instruction_numbers:
         i = program.instructions[number]
         if (sequence := find_collective_sequence_number(i.op, i.attrs)) is not None:
@@ -191,11 +195,13 @@ def _find_collective(program: Program, step: TimedKernel) -> tuple[int, bool] | 
 
 
 def _format_collective_arrows(calls: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
-    """Format the arrows of one collective, from the sender or the last device to the devices that waited for it.
+    """Yield the arrows of one collective, from the device that others waited for to each of the other devices.
+
+    An arrow begins at the sender of a message, or at the device that arrived last.
 
     Args:
         calls: For each device: its number, start, end, and whether it only sends.
-        numbers: Numbers for arrows.
+        numbers: Yields an unused number for each arrow.
     """
     last = max(calls, key=lambda one: (one[3], one[1]))
     for device, start, end, _ in calls:

@@ -32,9 +32,11 @@ MAX_PATTERN_CHARACTERS = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementHint:
-    """A hint to place a weight on one device: the rule for ``--place``, its gain and its cost.
+    """The advice to place a weight on one device only, with its gain and its cost.
 
-    The gain is the saved bytes on each device. The cost is the extra seconds of a run.
+    - `placement_rule`: the argument of ``--place``.
+    - `saved_bytes_by_device`: the bytes that each other device saves.
+    - `extra_seconds`: the additional seconds of a run.
     """
 
     placement_rule: str
@@ -54,9 +56,9 @@ class PlacementHint:
 
 
 def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, PlacementHint]:
-    """Find the best placement hint for each weight that has one, by name.
+    """Return the best placement hint (advice to put a weight on one device only) for each weight, by name.
 
-    The saved share of a device's bytes is at least the relative increase of the run time.
+    A weight has a hint only if the saved share of a device's bytes is at least the relative increase of the run time.
 
     Args:
         plan: The plan.
@@ -71,10 +73,7 @@ def find_placement_hints(plan: Plan, layouts: Mapping[Node, str] | None = None) 
 
 
 class _PlacementHintFinder:
-    """Finds the placement hints of a plan.
-
-    It estimates, for a weight, the time of a run in which one device alone has this weight.
-    """
+    """Finds placement hints: it estimates the time of a run if one device alone had a given weight."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.work_counts = plan, layouts, WorkCounter()
@@ -94,7 +93,7 @@ class _PlacementHintFinder:
         self.node_times = [runs[first] for first in first_equal]
 
     def find_leaf_hints(self, leaf: Node) -> Iterator[PlacementHint]:
-        """Find the placement hints of one weight: yield a hint for each device that may have it with a gain."""
+        """Yield a placement hint for each device on which one weight alone would save enough memory for its cost."""
         if (
             self._compute_largest_weight_share([leaf]) < MIN_SAVED_SHARE
             or (pattern := self._make_name_pattern(leaf.name)) is None
@@ -116,22 +115,22 @@ class _PlacementHintFinder:
                 yield PlacementHint(f"{pattern}={device}", saved, seconds)
 
     def _make_name_pattern(self, name: str) -> str | None:
-        """Make a regular expression that matches only this node name; return None if it is too long to type."""
+        """Return a regular expression that matches only this node name; None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.name_by_node.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= MAX_PATTERN_CHARACTERS and pattern.isprintable() else None
 
     def _compute_largest_weight_share(self, leaves: Sequence[Node]) -> float:
-        """Compute the share of the given weights in the bytes of a device, on the device with the largest share."""
+        """Return the fraction of a device's bytes that the given weights occupy, on the device where it is largest."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / stored_bytes
             for own, stored_bytes in zip(self.weight_bytes, self.stored_bytes, strict=True)
         )
 
     def _find_nodes_unneeded_elsewhere(self, moved: Set[Node]) -> Set[Node]:
-        """Find the nodes that the other devices need not compute, if one device alone computes `moved`.
+        """Return the nodes that the other devices need not compute if one device alone computes `moved`.
 
-        They are `moved` and the replicated nodes that have no other readers.
+        They are `moved`, and the replicated nodes with all readers among these nodes.
         """
         ends = {v.node for v in (*self.plan.graph.outputs.values(), *self.plan.graph.updates.values())}
         elsewhere = set(moved)
@@ -142,11 +141,15 @@ class _PlacementHintFinder:
         return elsewhere
 
     def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
-        """Estimate the extra seconds of a run, at most, if the target device alone computes `moved`.
+        """Estimate the most extra seconds of a run if one device alone computes some nodes; None if unknown.
 
-        The target device sends the values that other devices read, and the other devices skip `skipped_nodes`. The
-        result is None if other devices read a moved node that depends on computed values, or if a moved node reads a
-        value that is not replicated.
+        The target device sends the values that other devices read. The result is None if other devices read a moved
+        node that depends on computed values, or if a moved node reads a value that is not replicated.
+
+        Args:
+            moved: The nodes that the target device alone computes.
+            skipped_nodes: The nodes that the other devices do not compute any more.
+            target_device: The number of the target device.
         """
         seconds = 0.0
         fed: set[Node] = set()
@@ -170,7 +173,7 @@ class _PlacementHintFinder:
         return seconds
 
     def _list_readers_through_views(self, value: Value) -> Iterator[Node]:
-        """List the readers of a value that compute with it, directly or through views."""
+        """Yield the nodes that compute with a value, which they read directly or through views."""
         values = [value]
         for here in values:
             for user in self.users[here]:
@@ -183,6 +186,6 @@ class _PlacementHintFinder:
 def _sum_seconds_and_launches_by_node(
     device_plan: DevicePlan, prices: InstructionCosts
 ) -> dict[str, tuple[float, float]]:
-    """Return the predicted seconds and the number of launches of each node of a device, by node name."""
+    """Return the predicted seconds and the number of kernel launches of each node of a device, by node name."""
     instructions = device_plan.program.instructions
     return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

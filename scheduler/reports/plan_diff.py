@@ -17,8 +17,8 @@ from ..ir.formatting import format_bytes, format_seconds
 def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
     """Return the differences between two plans as lines about leaves, collectives, memory and time.
 
-    There are no lines if both plans do the same. Names that differ only in numbers, such as layer names, share one line
-    if they changed in the same way.
+    The result is empty if both plans do the same. Names that differ only in numbers, such as layer names, share one
+    line if they changed in the same way.
     """
     lines = [*_diff_leaf_layouts(before, after), *_diff_collectives(before, after), *_diff_memory(before, after)]
     if (was := format_seconds(before.cost.total)) != (now := format_seconds(after.cost.total)):
@@ -29,9 +29,9 @@ def diff_plans(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def group_names_that_differ_in_numbers(names: Iterable[str]) -> list[str]:
-    """Group names that differ only in numbers, such as layer names, to one text with a count.
+    """Merge names that differ only in numbers, such as layer names, to one text with their count.
 
-    An example of a text is ``%blk.*.ffn_up.weight (80)``.
+    Example: ``%blk.*.ffn_up.weight (80)``.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -40,7 +40,7 @@ def group_names_that_differ_in_numbers(names: Iterable[str]) -> list[str]:
 
 
 def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
-    """Return lines about the layouts of leaves that differ, and about leaves in only one plan."""
+    """Return a line for each group of leaves with different layouts in two plans, or in only one plan."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*before.leaves, *after.leaves)):
         was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
@@ -54,7 +54,7 @@ def _diff_leaf_layouts(before: Plan, after: Plan) -> list[str]:
 
 
 def _count_collectives(plan: Plan) -> dict[tuple[str, str], int]:
-    """Count the runs of each collective by op and name; a message counts once, at its sender."""
+    """Return how often each collective runs, by op and node name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, device_plan in enumerate(plan.device_plans):
         for i in device_plan.program.instructions:
@@ -71,11 +71,11 @@ def _diff_collectives(before: Plan, after: Plan) -> list[str]:
 def _format_surplus_collectives(
     word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]
 ) -> list[str]:
-    """Format the surplus collectives, which run more often `here` than `there`, as one line for each op.
+    """Return one line for each op with the collectives that run more often in one plan than in the other.
 
     Args:
         word: The first word of each line.
-        here: The counts of collectives in one plan, by op and name.
+        here: The counts of collectives in the plan where they run more often, by op and name.
         there: The counts in the other plan.
     """
     groups: dict[str, list[str]] = defaultdict(list)
@@ -87,7 +87,7 @@ def _format_surplus_collectives(
 
 
 def _diff_memory(before: Plan, after: Plan) -> list[str]:
-    """Return lines about memory bytes that differ, by device and kind."""
+    """Return a line for each device with other memory bytes in the two plans, by kind of memory."""
     was, now = (
         {str(device_plan.device): device_plan.memory() for device_plan in p.device_plans} for p in (before, after)
     )

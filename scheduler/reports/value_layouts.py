@@ -25,7 +25,7 @@ SUM_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def format_value_layouts(plan: Plan) -> dict[Node, str]:
-    """Format the layout of the first result of each node as a short text, in graph order."""
+    """Return the layout of the first result of each node as a short text, such as ``R`` (replicated) or ``S0(2|2)``."""
     node_names = assign_names(plan.graph)
     users = {name: node for node, name in node_names.items()}
     first = find_first_devices_with_same_program(plan.device_plans)
@@ -51,7 +51,9 @@ def _format_leaf_layout(layout: Layout) -> str:
 
 
 def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial_sum: bool) -> str:
-    """Format the layout of a computed value as a short text.
+    """Return the layout of a computed value as a short text.
+
+    ``S0(2|2)`` is sharded on axis 0, ``L1`` local on device 1, ``P`` a partial sum, and ``R`` replicated.
 
     Args:
         node: The node of the user's graph.
@@ -69,11 +71,14 @@ def _format_computed_layout(node: Node, local: Sequence[Node | None], is_partial
 
 
 def _find_partial_sum_names(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
-    """Find the names of nodes in a device graph that have partial sums as values.
+    """Return the names of nodes in a device graph that compute partial sums (terms of a sum over devices).
 
-    The search starts at the operands of sums over devices and goes back to the nodes that compute the terms. It ends
-    at a node that reads a sharded value. Values in `whole` are excluded: one device alone adds them, and the others
-    add zeros.
+    The search goes back from the operands of collectives that add. It ends at a node that reads a sharded value.
+
+    Args:
+        graph: The graph of the device.
+        users: The node of the user's graph, by name.
+        whole: Names of values that one device alone adds while the others add zeros; they are left out.
     """
     stack = [n.inputs[0].node for n in graph.nodes if n.op in SUM_COLLECTIVES]
     partial_sum_names: set[str] = set()

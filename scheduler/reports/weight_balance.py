@@ -32,9 +32,12 @@ MAX_LISTED_CAUSES = 4
 
 @dataclass(frozen=True, slots=True)
 class ImbalanceCause:
-    """A cause of imbalance: weights that exceed the share of the fullest device, all for the same reason.
+    """Weights that give the fullest device more than its share, all for the same reason.
 
-    `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
+    - `weights`: their names.
+    - `nbytes`: their bytes on the fullest device.
+    - `excess_bytes`: the part of these bytes above the device's share.
+    - `reason`: the reason, as text.
     """
 
     weights: tuple[str, ...]
@@ -45,9 +48,11 @@ class ImbalanceCause:
 
 @dataclass(frozen=True, slots=True)
 class WeightBalance:
-    """The weight balance of a plan: the bytes of weights on each device, its share, and the causes of imbalance.
+    """The weight bytes on each device compared with its share, and the causes of the imbalance.
 
-    The shares are even, or as requested by a tensor split. The causes explain the excess of the fullest device.
+    - `device_names`, `stored_bytes`, `share_bytes`: for each device its name, its weight bytes, and its share of them.
+    - `is_requested`: whether a tensor split requested the shares; else they are even.
+    - `causes`: why the fullest device exceeds its share.
     """
 
     device_names: tuple[str, ...]
@@ -57,7 +62,7 @@ class WeightBalance:
     causes: tuple[ImbalanceCause, ...]
 
     def format_lines(self) -> list[str]:
-        """Format the weight balance as lines: one line about the devices, and one line for each cause.
+        """Return the weight balance as text: a line about the devices, and a line for each cause of the imbalance.
 
         Example: ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:``.
         """
@@ -83,9 +88,9 @@ class WeightBalance:
 
 
 def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
-    """Return the weight balance of a plan if a device has more or less than its share of the weights, else None.
+    """Return the weight bytes of each device and the causes of imbalance; None if all devices have about their share.
 
-    A device may deviate from its share by `BALANCE_TOLERANCE`.
+    A device may deviate from its share by the fraction `BALANCE_TOLERANCE`.
     """
     own = [
         {b.name: b.nbytes for b in device_plan.program.buffers if b.kind == "weight"}
@@ -109,7 +114,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
 
 
 def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Sequence[int]) -> int:
-    """Return the stored bytes of an unsharded weight on the first device that has a part of it.
+    """Return the bytes of the whole weight, as the first device with a part of it would store them.
 
     Args:
         plan: The plan.
@@ -125,7 +130,7 @@ def _compute_unsharded_weight_bytes(plan: Plan, leaf: Node, bytes_by_device: Seq
 def _list_imbalance_causes(
     plan: Plan, fullest: int, stored_bytes: Mapping[str, int], excess_bytes: Mapping[str, float]
 ) -> list[ImbalanceCause]:
-    """List the causes of the excess of the fullest device, largest excess first.
+    """Group the weights that exceed the share of the fullest device by reason, largest excess first.
 
     Args:
         plan: The plan.
@@ -147,7 +152,7 @@ def _list_imbalance_causes(
 
 
 class _ImbalanceReasons:
-    """Explains why weights exceed the share of one device, from the layouts of a plan and its factors."""
+    """Explains why weights exceed the share of one device: each is sharded, placed or replicated for some reason."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         self.plan, self.device = plan, device
@@ -161,7 +166,7 @@ class _ImbalanceReasons:
         self._assignment_by_factors: dict[frozenset[Factor], ShardingAssignment] = {}
 
     def explain_weight(self, name: str) -> str:
-        """Explain why one weight exceeds its share: its sharding, placement or replication."""
+        """Return why one weight exceeds its share: how it is sharded, where it is placed, or why it is whole."""
         layout = self.plan.leaves[name]
         if isinstance(layout, Shard):
             return f"cut along {self._describe_shards(name, layout)}{self._describe_wider_dtype(name, layout)}"
@@ -170,7 +175,7 @@ class _ImbalanceReasons:
         return f"whole on each device: {self._explain_replication(self.leaves[name])}"
 
     def _explain_placement(self, devices: Sequence[int]) -> str:
-        """Explain why a weight is placed, as a whole, on the given devices only."""
+        """Return why the given devices, and no others, have a weight, as a whole."""
         if self.device not in devices:
             return "whole on other devices"
         where = format_devices([str(self.plan.device_plans[d].device) for d in devices])
@@ -178,7 +183,7 @@ class _ImbalanceReasons:
         return f"whole on {where}{' alone' if len(devices) == 1 else ''}{reasons and ': ' + reasons}"
 
     def _describe_shards(self, name: str, layout: Shard) -> str:
-        """Describe the shards of a weight: ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
+        """Return a text about the shards of a weight: ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
         size = self.leaves[name].shape[layout.axis]
         lengths = [layout.count_entries(d) for d in range(len(layout.index_ranges))]
         if sum(lengths) > size:
@@ -192,14 +197,14 @@ class _ImbalanceReasons:
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
 
     def _describe_wider_dtype(self, name: str, layout: Shard) -> str:
-        """Describe a wider dtype, ``, stored as f32``, if a shard is not stored in the dtype of the whole weight."""
+        """Return ``, stored as f32`` or similar if a shard has another stored dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.device_plans[self.device].backend
         local = Spec(compute_local_shape(leaf.shape, layout, self.device), leaf.dtype)
         as_stored = backend.storage_spec(local, "weight").dtype
         return "" if as_stored is backend.storage_spec(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
     def _explain_replication(self, weight: Value) -> str:
-        """Explain the replication of a weight by the cost of its cheapest sharding."""
+        """Return why a weight is replicated: its cheapest sharding would take longer, or it cannot be sharded."""
         own = self.factors.factors_of(weight)
         if not own.isdisjoint(self.sharded_factors):
             return self._describe_reader_of_whole_weight(weight, self._propagate_sharding(self.sharded_factors))
@@ -210,17 +215,20 @@ class _ImbalanceReasons:
         return min(estimates, key=lambda option: option[0])[1] if estimates else "no axis of it can be cut"
 
     def _list_factors_by_axis(self, weight: Value) -> list[list[Factor]]:
-        """List the factors of each axis of a weight."""
+        """Return for each axis of a weight its factors (shared index ranges), without their division into segments."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes_of(weight)]
 
     def _estimate_sharding_seconds(self, weight: Value, name: str) -> tuple[float, str]:
-        """Estimate the additional seconds of a run if a weight is sharded by a class of factors, and describe them.
+        """Estimate how many seconds longer a run would be if a weight were sharded by a class of factors.
 
         The seconds are infinite if the weight cannot be sharded in this way.
 
         Args:
             weight: The weight.
             name: The name of the class of factors.
+
+        Returns:
+            The additional seconds, and a text that explains them.
         """
         chosen = self.sharded_factors.union(self.factors_by_class[name])
         axis = next(a for a, factors in enumerate(self._list_factors_by_axis(weight)) if not chosen.isdisjoint(factors))
@@ -241,15 +249,15 @@ class _ImbalanceReasons:
         )
 
     def _propagate_sharding(self, chosen: frozenset[Factor]) -> ShardingAssignment:
-        """Propagate the sharding of the factors `chosen`, and return the sharding assignment."""
+        """Return the layouts of all values if the factors `chosen` are sharded; results are cached."""
         if chosen not in self._assignment_by_factors:
             self._assignment_by_factors[chosen] = propagate_layouts(self.plan.graph, self.factors, chosen)
         return self._assignment_by_factors[chosen]
 
     def _describe_reader_of_whole_weight(self, weight: Value, assignment: ShardingAssignment) -> str:
-        """Describe the first node that reads the whole weight, as the reason why the weight is not sharded.
+        """Name the first node that reads the whole weight, as the reason why the weight is not sharded.
 
-        If there is no such node, the text says that the layout was requested, by a flag or by an earlier plan.
+        Without such a node, the text says that the layout was requested, by a flag or by an earlier plan.
         """
         reader = next(
             (user for user in self.users[weight] if not isinstance(assignment.node_layouts[user], FactorShard)), None
@@ -258,7 +266,14 @@ class _ImbalanceReasons:
 
 
 def _format_weight_share_line(devices: Sequence[str], stored_bytes: int, share: float, is_asked: bool) -> str:
-    """Format the line about the weight share of devices with equal bytes: their bytes and the deviation."""
+    """Return the line about devices with equal weight bytes: the bytes, and by how much they differ from the share.
+
+    Args:
+        devices: The names of the devices.
+        stored_bytes: The weight bytes on each of them.
+        share: The bytes that each should have.
+        is_asked: Whether the user requested the share; else all shares are even.
+    """
     verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
     off = (
         f"{abs(stored_bytes / share - 1):.0%} {'more' if stored_bytes > share else 'less'} than"

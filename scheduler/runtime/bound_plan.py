@@ -34,9 +34,10 @@ INPUTS_KIND = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 @dataclass(frozen=True, slots=True)
 class InputSlots:
-    """The input slots of a device program: the places in memory to which a run writes its inputs.
+    """The places in memory from which a device's program reads its inputs.
 
-    The record has the names and stored dtypes of the inputs, and a function that writes the arrays to the slots.
+    - `stored_inputs`: the name and the stored dtype of each input.
+    - `write_arrays`: writes one array for each input to its place.
     """
 
     stored_inputs: tuple[tuple[str, DType], ...]
@@ -44,9 +45,10 @@ class InputSlots:
 
 
 class BoundPlan:
-    """A plan bound to the weights and states of a store.
+    """A plan with its memory: the buffers of a store, views of inputs and outputs, and methods to compile and run it.
 
-    `local_devices` are the numbers of the devices of this process.
+    - `local_devices`: the numbers of the devices of this process.
+    - `output_shards`: for each output the view of its part on each local device.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -64,13 +66,13 @@ class BoundPlan:
                 self.output_shards[name][number] = LocalShard(self.view_tensor(number, t), t.dtype)
 
     def view_tensor(self, number: int, tensor: Any) -> Any:
-        """Return the array that views the memory of a tensor in the program of device `number`."""
+        """Return an array over the memory of a tensor in the program of device `number`."""
         return self.plan.device_plans[number].backend.view(self._buffers[number][tensor.buffer], tensor)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
     def make_input_slots(self, number: int) -> InputSlots:
-        """Make the input slots of the program of device `number`."""
+        """Return the places in memory from which the program of device `number` reads its inputs."""
         device_plan, buffers = self.plan.device_plans[number], self._buffers[number]
         tensors = [*device_plan.program.inputs.values()]
         stored_inputs = tuple((name, t.dtype) for name, t in device_plan.program.inputs.items())
@@ -85,9 +87,10 @@ class BoundPlan:
         return InputSlots(stored_inputs, write)
 
     def as_input_arrays(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Return the inputs of a run as checked arrays by name.
+        """Check the inputs of a run, and return them as arrays by name.
 
-        Raises `PlanError` for an input that is missing, unknown or does not fit.
+        Raises:
+            PlanError: An input is missing, unknown or does not fit.
         """
         if type(inputs) is not dict or not inputs.keys() <= self.input_specs.keys():
             require(PlanError, "run", "inputs", inputs, INPUTS_KIND)
@@ -103,7 +106,7 @@ class BoundPlan:
         return arrays
 
     def require_equal_inputs_on_ranks(self, inputs_by_run: Iterable[Mapping[str, Array]]) -> None:
-        """Require that all ranks (processes) have equal inputs, by a checksum; raise `RanksError` on a difference."""
+        """Raise `RanksError` unless all ranks (processes) have equal inputs, which a checksum decides."""
         if self.device_placement.spans_ranks:
             check = 0
             for array in (array for arrays in inputs_by_run for array in arrays.values()):
@@ -113,31 +116,31 @@ class BoundPlan:
             )
 
     def write_inputs(self, arrays: Mapping[str, Array], input_slots: Iterable[InputSlots]) -> None:
-        """Write the inputs of a run to the input slots of the programs."""
+        """Write the inputs of a run, converted to their stored dtypes, to where the programs read them."""
         for slots in input_slots:
             slots.write_arrays(
                 [self._as_stored_dtype(name, arrays[name], dtype) for name, dtype in slots.stored_inputs]
             )
 
     def _as_stored_dtype(self, name: str, array: Array, dtype: DType) -> Array:
-        """Return an input array in its stored dtype, in which the program reads it."""
+        """Return an input array converted to the dtype in which the program reads it."""
         ready = array.dtype is dtype.storage and dtype is not DType.BF16
         return array if ready else encode_array(decode_array(array, self.input_specs[name].dtype), dtype)
 
     # ------------------------------------------------------------------------------------------------ outputs
 
     def find_output_device(self, name: str) -> int | None:
-        """Find the device that has the whole output; return None if shards or ranks must be assembled."""
+        """Return a device that has the whole output; None if it must be assembled from shards or from other ranks."""
         layout = self.plan.outputs[name]
         if self.device_placement.spans_ranks or isinstance(layout, Shard):
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
     def make_output_runner(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
-        """Make a function that runs the program of device `number` and returns its outputs.
+        """Make a function that runs the program of one device and returns the outputs that this device has whole.
 
-        The outputs are chosen once, because a run for one token may take less than 1 ms. Outputs of several devices,
-        which must be assembled, are not included.
+        Outputs that must be assembled from several devices are left out. The outputs are chosen once and not in each
+        run, because a run for one token may take less than 1 ms.
 
         Args:
             number: The number of the device.
@@ -161,11 +164,16 @@ class BoundPlan:
         return run
 
     def decode_output_shards(self, name: str) -> dict[int, Array]:
-        """Return the shard of an output on each local device, decoded to plain numbers."""
+        """Return the part of an output on each local device as plain numbers, by device number."""
         return {number: part.decode() for number, part in self.output_shards[name].items()}
 
     def assemble_output(self, name: str, parts: Mapping[int, Array]) -> Array:
-        """Assemble an output from the shards of the local devices and of other processes."""
+        """Return a whole output, assembled from the parts of the local devices and of other processes.
+
+        Args:
+            name: The name of the output.
+            parts: The parts of the local devices, by device number.
+        """
         return assemble_value(self.output_shapes[name], self.plan.outputs[name], parts, self.device_placement)
 
     # ----------------------------------------------------------------------------------------------- programs
@@ -173,7 +181,7 @@ class BoundPlan:
     def make_communicator_group(
         self, timeout: float, wire: DType, *, follow: bool = False
     ) -> ThreadGroup | CollectiveGroups | RankGroup:
-        """Make the communicator group of the devices, within this process or between several processes.
+        """Make the communicators of all devices, within this process or between several processes.
 
         A wait for another process ends soon after the predicted end of the whole run. In pipelined runs only collective
         groups share a signal pad. Messages go through host memory there, because a device may send a message before its
@@ -210,7 +218,7 @@ class BoundPlan:
     def compile_programs(
         self, communicator_group: ThreadGroup | CollectiveGroups | RankGroup
     ) -> dict[int, Callable[[], Any]]:
-        """Compile the programs of the local devices with their communicators, and return functions that run them."""
+        """Compile the program of each local device, and return functions that run them, by device number."""
         device_plans = self.plan.device_plans
         replays = {
             n: self.compile_program(
@@ -226,16 +234,16 @@ class BoundPlan:
         return replays
 
     def compile_program(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
-        """Compile one program for device `number`, and return a function that runs it."""
+        """Compile a program for device `number`, and return a function that runs it."""
         device_plan = self.plan.device_plans[number]
         return device_plan.backend.compile(program, self._buffers[number], device_plan.device, comm)
 
     def roll_back(self, number: int, finished: int | frozenset[int] | None) -> None:
-        """Roll back the states of device `number` to the start of the current run.
+        """Restore the states of one device to their values before the current run.
 
         Args:
             number: The number of the device.
-            finished: The number or the set of finished instructions; None if it is unknown.
+            finished: The instructions that have finished: how many, or the set of their positions. None if unknown.
         """
         program = self.plan.device_plans[number].program
         if program.undo and finished is None:
@@ -248,11 +256,14 @@ class BoundPlan:
 
 
 def find_finished_instructions(error: BaseException | None, instruction_count: int) -> int | frozenset[int] | None:
-    """Find the instructions that a device finished in a run: their number, their positions, or None if unknown.
+    """Find out which instructions a device finished in a run.
 
     Args:
-        error: The error with which the run ended, if any.
+        error: The error with which the run ended; None for a complete run.
         instruction_count: Number of instructions of the program.
+
+    Returns:
+        How many instructions finished, or the set of their positions; None if the error does not say it.
     """
     if error is None:
         return instruction_count

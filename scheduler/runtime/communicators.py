@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 
 
 class PointToPointGroup(Protocol):
-    """A communicator group for point-to-point messages between devices, in one process or between several."""
+    """The communicators for messages between any two devices, in one process or between several."""
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...
@@ -25,7 +25,7 @@ class PointToPointGroup(Protocol):
 
 
 class CollectiveGroups:
-    """The communicator group of a plan with several collective groups, and with messages between all devices."""
+    """The communicators of a plan with several collective groups, and with messages between all devices."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class CollectiveGroups:
         return CollectiveGroupMember(self.thread_groups[group], group.index(number), self.message_group.member(number))
 
     def abort(self, why: str) -> None:
-        """Abort all groups: wake the waiting threads with an error, because a device failed."""
+        """Wake all waiting threads of all groups with an error, because a device failed."""
         for group in (self.message_group, *self.thread_groups.values()):
             group.abort(why)
 
     def clear(self) -> None:
-        """Clear the pending messages and failures of all groups after a run, when no thread waits.
+        """Forget the pending messages and failures of all groups, after a run and when no thread waits.
 
         Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
         """
@@ -72,7 +72,7 @@ class CollectiveGroups:
 
 
 class CollectiveGroupMember(ThreadGroupMember):
-    """The communicator of one device in its collective group; messages go to all devices by their plan numbers."""
+    """The communicator of one device: collectives within its collective group, messages to any device of the plan."""
 
     def __init__(self, group: ThreadGroup, rank: int, message_comm: Comm) -> None:
         super().__init__(group, rank)
@@ -92,12 +92,13 @@ def make_local_communicator_group(
     devices: Sequence[Device] = (),
     wire: DType = DType.F32,
 ) -> ThreadGroup | CollectiveGroups:
-    """Make the communicator group of the devices in one process.
+    """Make the communicators of all devices within one process.
 
-    The result is one thread group if all devices share a collective group, else several groups.
+    If all devices are in one collective group, the result is one thread group. Otherwise it has a thread group for each
+    collective group, and messages between all devices.
 
     Args:
-        groups_of_devices: For each device the numbers of the devices of its group.
+        groups_of_devices: For each device the numbers of the devices of its collective group.
         timeout: Maximum seconds of a wait.
         devices: The devices, if all belong to one backend; else empty.
         wire: The dtype of transferred numbers.
@@ -132,8 +133,8 @@ class SingleDeviceComm:
             np.copyto(into[target], source[origin])
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        """Send nothing, because there is no receiver."""
+        """Do nothing, because there is no receiver."""
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        """Receive zeros, because there is no sender."""
+        """Fill the array with zeros, because there is no sender."""
         into[...] = 0

@@ -13,13 +13,13 @@ _locks_guard = threading.Lock()
 
 
 def _find_or_make_backend_lock(backend: Backend) -> threading.RLock:
-    """Find the lock of a backend, or make it at the first call."""
+    """Return the lock of a backend, which is made at the first call."""
     with _locks_guard:
         return _lock_by_backend.setdefault(backend, threading.RLock())
 
 
 class DeviceLock:
-    """A context that locks the devices of some backends: no other thread uses them. A thread may enter it again."""
+    """A context in which no other thread uses the devices of some backends; the same thread may enter it again."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         locks = {id(lock): lock for lock in map(_find_or_make_backend_lock, backends)}

@@ -11,25 +11,25 @@ from ...graph.errors import BackendError, StepError
 
 
 class Rendezvous(Protocol):
-    """A rendezvous of device threads: an object through which they communicate, and which can wake all of them."""
+    """The object through which device threads wait for each other, and which can wake all of them."""
 
     def abort(self, why: str) -> None:
-        """Abort the run: wake all waiting threads with an error, because a device failed."""
+        """Wake all waiting device threads with an error, because a device failed."""
 
     def clear(self) -> None:
-        """Clear the pending messages and failures after a run, when no thread waits."""
+        """Forget the pending messages and failures, after a run and when no thread waits."""
 
 
 class DeviceThreads:
-    """The threads of the devices of this process.
+    """Runs work on all devices of this process at the same time, each device on its own thread.
 
-    `failures` has the failures of the last work by device number; the number is None for an interrupt.
+    `failures` has (device number, error) of the last work. The number is None for an interrupt.
 
     Args:
         devices: All devices of the plan.
         own: Numbers of the devices of this process.
-        place: The communicator group of the devices.
-        timeout: Seconds after which a device that does not stop is lost.
+        place: The communicators of the devices, to wake devices that wait.
+        timeout: Seconds after a failure until a device that does not stop counts as lost.
     """
 
     def __init__(self, devices: Sequence[Device], own: Sequence[int], place: Rendezvous, timeout: float) -> None:
@@ -42,8 +42,14 @@ class DeviceThreads:
     def run_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of all devices at the same time, and return the results by device number.
 
-        The first device runs on the calling thread. The method returns when all devices have ended, with or without a
-        failure. Raises `BackendError` if a device does not stop; from then on, each call raises it.
+        The first device runs on the calling thread. The method returns when all devices have ended; afterwards
+        `failures` has their errors.
+
+        Args:
+            works: The work of each device, by device number.
+
+        Raises:
+            BackendError: A device does not stop after a failure. From then on, each call raises it.
         """
         if self._lost_states_error is not None:
             raise self._lost_states_error
@@ -61,7 +67,11 @@ class DeviceThreads:
         return results
 
     def roll_back_and_raise(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
-        """Roll back all devices as in `roll_back`, and raise the first failure."""
+        """Restore the states of all local devices after a failed run, and raise the first failure.
+
+        Args:
+            back: Rolls back one device, given its number and its own error or None.
+        """
         why = self.failures[0][1]
         self.roll_back(back, why)
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
@@ -69,11 +79,14 @@ class DeviceThreads:
         raise why
 
     def roll_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
-        """Roll back the states of all devices; raise `BackendError` if a device cannot do so.
+        """Restore the states of all local devices after a failed run.
 
         Args:
-            back: Rolls back the device of this number, given the failure of the device or None.
-            why: The reason, for messages.
+            back: Rolls back one device, given its number and its own error or None.
+            why: The first failure, for messages.
+
+        Raises:
+            BackendError: A device cannot restore its states, so they are lost.
         """
         failed = dict(self.failures)
         for number in self.local_devices:
@@ -83,14 +96,14 @@ class DeviceThreads:
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 
     def _run_device(self, number: int, work: Callable[[], Any]) -> None:
-        """Run the work of one device; after a failure, wake the other devices, which may wait for it."""
+        """Run the work of one device and store its result; after an error, wake the other devices."""
         try:
             self._results[number] = work()
         except BaseException as why:  # the caller receives each error of a thread
             self.record_failure_and_abort(number, why)
 
     def record_failure_and_abort(self, number: int | None, why: BaseException) -> None:
-        """Record a failure and abort the run: wake the other devices, which then fail too.
+        """Record the failure of a device, and wake the threads of the other devices, which then fail too.
 
         Args:
             number: The device that failed; None for an interrupt.
@@ -100,7 +113,7 @@ class DeviceThreads:
         self.rendezvous.abort(str(why) or type(why).__name__)
 
     def _wait_for_device(self, number: int, other: Future[None]) -> None:
-        """Wait until a device's thread ends; after a recorded failure, raise an error if it does not end in time.
+        """Wait until a device's thread ends; raise `BackendError` if it does not end in time after a failure.
 
         Without a failure, the wait has no limit. After a failure, the limit is `timeout` seconds.
 

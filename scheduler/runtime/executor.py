@@ -42,7 +42,7 @@ TRANSFER_DTYPE_KIND = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DTy
 
 
 class Executor:
-    """The executor of one plan, which is bound to its memory and ready to run.
+    """Runs one plan, which is compiled and bound to its memory.
 
     If a device fails, all devices stop, and the states are restored to their values before the run. The error names
     the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
@@ -56,7 +56,7 @@ class Executor:
         plan: The plan to run.
         store: Weights and states of the plan's devices.
         timeout: Maximum seconds that a collective waits; after that it is an error.
-        wire: Dtype of large sums between devices with separate memories (`Comm.wire`), float32 or bfloat16.
+        wire: Dtype of large sums between devices with separate memories, float32 or bfloat16.
         label: The name of runs in traces.
     """
 
@@ -123,7 +123,7 @@ class Executor:
     def _read_output(
         self, name: str, number: int | None, outputs_by_device: Mapping[int, Mapping[str, Array]]
     ) -> Array:
-        """Read one output of the run that has ended.
+        """Return one output of the run that has ended.
 
         Args:
             name: Name of the output.
@@ -140,10 +140,10 @@ class Executor:
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
-        """Return the copies of an output of the last run: one from each local device that has all of it.
+        """Return an output of the last run once for each local device that has all of it.
 
-        If no device has all of the output, the only copy is assembled from shards. Raises `PlanError` for an unknown
-        output.
+        If the output is not on all devices, it is returned once, assembled from its parts. Raises `PlanError` for an
+        unknown output.
         """
         if name not in self._output_devices:
             raise PlanError(
@@ -155,7 +155,7 @@ class Executor:
         return [self._bound_plan.assemble_output(name, parts)]
 
     def bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
-        """Bind the inputs of later `replay` calls: copy them to all devices."""
+        """Copy inputs to all devices, where later `replay` calls use them."""
         with self._device_lock:
             self._write_inputs(inputs)
 
@@ -165,7 +165,7 @@ class Executor:
         self._bound_plan.require_equal_inputs_on_ranks([arrays])
 
     def replay(self) -> None:
-        """Replay the programs on the bound inputs, without new inputs or returned outputs.
+        """Run the plan once on the inputs of the last `bind`, without returned outputs.
 
         An interrupt waits for the end of the run. Raises `BackendError` if a device fails.
         """
@@ -175,7 +175,7 @@ class Executor:
     def _run_or_trace(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run the work of each local device, and return the results by device number.
 
-        If a trace is set, time the programs instead, add the times to the trace, and return nothing.
+        If a trace is set, the programs are timed instead: the times are added to the trace, and the result is empty.
         """
         with DeferredInterrupts():
             trace = self.trace
@@ -191,12 +191,12 @@ class Executor:
             return self._run_local_devices(works)
 
     def _require_timing_support(self) -> None:
-        """Require that all backends can time their steps; raise `PlanError` otherwise."""
+        """Raise `PlanError` unless all backends can time their steps."""
         if self._untimed_device is not None:
             raise PlanError(f"device {self._untimed_device} cannot time its steps; its backend compiles no `Measures`")
 
     def _run_local_devices(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run the work of all devices of this process; if a device fails, roll back all states and raise."""
+        """Run the work of all devices of this process; if a device fails, restore all states and raise its error."""
         results = self._device_threads.run_devices(works)
         if self._device_threads.failures:
             try:
@@ -212,10 +212,15 @@ class Executor:
         self._bound_plan.roll_back(number, finished)
 
     def kernels(self, device: int = 0) -> list[str]:
-        """Return the names of the kernels that a run calls on one device of the plan, in order.
+        """Return the names of the kernels that a run calls on one device, in order.
 
-        If the backend has no kernel names, or if the device belongs to another process, the names are ops. Raises
-        `PlanError` for an unknown device number.
+        They are op names if the backend has no kernel names, or if the device belongs to another process.
+
+        Args:
+            device: The number of the device in the plan.
+
+        Raises:
+            PlanError: There is no such device.
         """
         require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.device_plans) - 1))
         compiled = self._program_runners.get(device)
@@ -223,7 +228,7 @@ class Executor:
         return compiled.kernels() if isinstance(compiled, SupportsTiming) else ops
 
     def measure(self) -> Sequence[Sequence[TimedKernel]]:
-        """Measure one run on the bound inputs, and return the timed steps of each device.
+        """Run once on the inputs of the last `bind`, and return the timed kernels of each device.
 
         Raises `PlanError` if a backend cannot time its steps.
         """
@@ -233,9 +238,9 @@ class Executor:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """Trace every run in this context: add the timed steps of the devices of this process to a new trace.
+        """Time every run in this context, kernel by kernel, and yield the trace that collects the times.
 
-        Raises `PlanError` if a backend cannot time its steps.
+        The trace has the devices of this process. Raises `PlanError` if a backend cannot time its steps.
         """
         self._require_timing_support()
         before, self.trace = self.trace, Trace()
@@ -271,7 +276,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
-    """Bind all weights of the plan to a new store, compile the programs, and return the executor."""
+    """Make an executor: bind all weights of the plan to a new store, and compile the programs."""
     store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.device_plans], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

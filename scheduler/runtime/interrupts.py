@@ -10,11 +10,11 @@ from typing import Any, Self
 
 
 class DeferredInterrupts:
-    """A context in which an interrupt (SIGINT) waits for the end of the block.
+    """A context in which an interrupt (SIGINT, Ctrl-C) waits for the end of the block.
 
-    At the end the previous handler is called; by default it raises KeyboardInterrupt. If the block fails, the signal
-    is dropped, because the block has ended. A second SIGINT does not wait. Outside the main thread, and in a nested
-    block, the context does nothing: Python interrupts only the main thread.
+    At the end the previous handler is called; by default it raises KeyboardInterrupt. If the block raises an error, the
+    signal is dropped, because the block has ended anyway. A second SIGINT does not wait. Outside the main thread, and
+    in a nested block, the context does nothing: Python interrupts only the main thread.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class DeferredInterrupts:
 
     @property
     def is_interrupt_pending(self) -> bool:
-        """Whether an interrupt (SIGINT) is pending and will raise KeyboardInterrupt, so that work may be skipped."""
+        """Whether an interrupt has come that will raise KeyboardInterrupt at the end, so that work may be skipped."""
         keeper = self._outer_context or self
         return keeper._pending_signal is not None and keeper._previous_handler is signal.default_int_handler
 

@@ -20,9 +20,11 @@ from ...graph.storage.disk_cache import hash_key, map_cached_file, write_mappabl
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The origin of a weight, which identifies its contents.
+    """The place from which a weight is loaded, which identifies its contents.
 
-    It consists of the file, a text that changes with the contents of the file, and the offset in bytes.
+    - `file`: the path of the file.
+    - `version`: a text that changes whenever the contents of the file change.
+    - `offset`: the first byte of the weight in the file.
     """
 
     file: str
@@ -31,9 +33,10 @@ class WeightOrigin:
 
 
 class PackedWeightFiles:
-    """The packed weight files of one folder.
+    """A folder of files with packed weights, which processes map into memory.
 
-    The arguments `packing` name how the backend packs; the arguments `share` name the part of the weight on a device.
+    The arguments `packing` identify how a backend packs. The arguments `share` identify the part of the weight on a
+    device.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +45,16 @@ class PackedWeightFiles:
     def map_existing_file(
         self, origin: WeightOrigin, packing: str, share: str, nbytes: int
     ) -> tuple[Array, bytes] | None:
-        """Map an existing packed weight file: return its memory of `nbytes` bytes, and the digest of the source.
+        """Map a packed weight file into memory, if it exists with the right size; else return None.
 
-        The memory is read-only. The result is None if the file is missing or has another size.
+        Args:
+            origin: The source of the weight.
+            packing: Identifies how the backend packs.
+            share: Identifies the part of the weight.
+            nbytes: The bytes of the packed part.
+
+        Returns:
+            The read-only memory, and the digest of the unpacked source.
         """
         mapped = map_cached_file(self._make_file_path(origin, packing, share), nbytes)
         return None if mapped is None else (np.frombuffer(mapped[0], np.uint8, nbytes), mapped[1])
@@ -52,9 +62,19 @@ class PackedWeightFiles:
     def write_and_map(
         self, origin: WeightOrigin, packing: str, share: str, packed: Array, digest: bytes
     ) -> tuple[Array, bytes]:
-        """Write packed bytes to a file and map it: return the mapped memory, and the `digest` of the source.
+        """Write packed bytes to a file, and map the file into memory.
 
         If the file cannot be written, `packed` itself is returned, and the first time a warning is logged.
+
+        Args:
+            origin: The source of the weight.
+            packing: Identifies how the backend packs.
+            share: Identifies the part of the weight.
+            packed: The packed bytes.
+            digest: The digest of the unpacked source.
+
+        Returns:
+            The mapped memory, and `digest`.
         """
         file = self._make_file_path(origin, packing, share)
         self._remove_old_versions(file.parent)
@@ -67,7 +87,7 @@ class PackedWeightFiles:
 
     @staticmethod
     def _remove_old_versions(version: Path) -> None:
-        """Remove the folders of old versions, unless the folder of the new version exists.
+        """Remove the folders of all other versions of a model's packed weights, before the first file of a new version.
 
         Processes that have mapped removed files keep them.
         """

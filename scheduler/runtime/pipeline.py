@@ -30,17 +30,17 @@ RunRequest = tuple["PipelinedPlan", Mapping[str, npt.ArrayLike]]
 
 
 class PipelinedPlan:
-    """A plan bound to its memory for pipelined runs; an `Executor` does the same for single runs.
+    """A plan that is compiled and bound to its memory for pipelined runs; `Executor` is for single runs.
 
-    A device begins its part of the next run without waiting for the end of the last run.
+    In a pipeline, a device begins its part of the next run before the other devices have finished the last run.
 
     Args:
         plan: The plan.
         store: Weights and states of the plan's devices.
         timeout: Maximum seconds that a collective waits.
         wire: Dtype of large sums between devices with separate memories.
-        staying: States that a rollback of finished runs does not restore, because later runs do not read the new
-            entries. An example is a KV cache behind the end of its sequence.
+        staying: Names of states that a rollback of finished runs does not restore, because later runs do not read the
+            new entries. An example is a KV cache behind the end of its sequence.
     """
 
     plan: Plan
@@ -78,10 +78,13 @@ class PipelinedPlan:
 
 
 def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
-    """Run several requests as a pipeline, and return the outputs of each run by name.
+    """Run several requests as a pipeline on the same devices, and return the outputs of each run by name.
 
-    The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, states are
+    The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, all states are
     restored to their values before the first run.
+
+    Args:
+        runs: The plan and the inputs of each run, in order.
 
     Raises:
         PlanError: If inputs do not fit, or if a collective joins all devices.
@@ -95,11 +98,14 @@ def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
 
 
 class PipelinedRuns:
-    """A context for pipelined runs of plans on the devices of the plan `first`.
+    """A context in which runs of plans follow each other through the same devices as a pipeline.
 
-    All stores must have the same devices. Each device begins the next run when it has finished the last run and
-    saved its undo data. A run is final when `wait_for_outputs` has returned its outputs; all other runs are rolled back
-    at the end. With `together`, returned runs are rolled back too if the context fails.
+    Each device begins its part of the next run as soon as it has finished its part of the last one and saved its undo
+    data. A run is final when `wait_for_outputs` has returned its outputs. All other runs are rolled back at the end.
+
+    Args:
+        first: A plan that runs here; all other plans have stores with the same devices.
+        together: Whether runs with returned outputs are rolled back too if the context fails.
     """
 
     def __init__(self, first: PipelinedPlan, *, together: bool = False) -> None:
@@ -125,10 +131,11 @@ class PipelinedRuns:
         return self
 
     def enqueue(self, runs: Sequence[RunRequest]) -> None:
-        """Enqueue runs behind the pending ones.
+        """Add runs to the end of the pipeline, which devices begin as soon as they are free.
 
-        Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
-        with a pending run, unless all runs are rolled back together.
+        Raises:
+            PlanError: The inputs or the order of the runs are wrong; then none of the runs begins. Or a run over one of
+                the stores is pending already, and the runs are not rolled back together.
         """
         arrays_of_runs = [pipeline._bound_plan.as_input_arrays(inputs) for pipeline, inputs in runs]
         following = [*(run.pipeline for run in self._pending_runs), *(pipeline for pipeline, _ in runs)]
@@ -153,7 +160,10 @@ class PipelinedRuns:
             )
 
     def wait_for_outputs(self) -> dict[str, Array]:
-        """Wait for the first pending run and return its outputs by name. Raises the error of a device."""
+        """Wait for the oldest pending run, and return its outputs by name.
+
+        Raises the error of a device that failed before the run ended.
+        """
         run = self._pending_runs[0]
         with self._progress:
             self._progress.wait_for(lambda: self._is_done_on_all_devices([run]) or self._workers_done.done())
@@ -181,7 +191,10 @@ class PipelinedRuns:
                 )
 
     def _wait_for_workers(self) -> None:
-        """Wait until the workers of all devices have ended. Raises `BackendError` if a device does not stop."""
+        """Tell the workers to end after their queued runs, and wait for them.
+
+        Raises `BackendError` if a device does not stop.
+        """
         for device in self._workers.values():
             device.queued_runs.put(None)
         while True:
@@ -199,7 +212,7 @@ class PipelinedRuns:
         self._workers[number].roll_back(error)
 
     def _record_device_done(self, run: _PipelinedRun, number: int, outputs: Mapping[str, Array]) -> None:
-        """Record that a device is done with its part of a run and has saved the undo data."""
+        """Record that a device has finished its part of a run, and wake the threads that wait for the run."""
         with self._progress:
             run.outputs_by_device[number] = outputs
             self._progress.notify()
@@ -209,7 +222,7 @@ class PipelinedRuns:
             self._progress.notify()
 
     def abort(self, why: str) -> None:
-        """Abort all runs: stop the workers and wake the waiting threads, because a device failed."""
+        """Stop all workers and wake all waiting threads, because a device failed."""
         for device in self._workers.values():
             device.is_stopped = True
             device.queued_runs.put(None)
@@ -217,27 +230,34 @@ class PipelinedRuns:
             pipeline._communicator_group.abort(why)
 
     def clear(self) -> None:
-        """Clear the pending messages and failures of all plans, after all devices have ended."""
+        """Forget the pending messages and failures of all plans, after all devices have ended."""
         for pipeline in self._used_plans:
             pipeline._communicator_group.clear()
 
 
 class _PipelinedRun:
-    """One run of a pipeline: its inputs, the outputs of each device that has finished it, and whether it is final."""
+    """One run in the pipeline.
+
+    - `pipeline`, `input_arrays`: the plan and its inputs.
+    - `outputs_by_device`: the outputs on each device that has finished its part of the run.
+    - `is_final`: whether the run will not be rolled back.
+    """
 
     def __init__(self, pipeline: PipelinedPlan, input_arrays: Mapping[str, Array]) -> None:
         self.pipeline, self.input_arrays, self.is_final = pipeline, input_arrays, False
         self.outputs_by_device: dict[int, Mapping[str, Array]] = {}
 
     def list_output_shards(self, name: str) -> dict[int, Array]:
-        """List the shards of an output by device, for the local devices that have one."""
+        """Return the parts of an output by device number, from the local devices that have a part."""
         return {number: own[name] for number, own in self.outputs_by_device.items() if name in own}
 
 
 class _SavedRun(NamedTuple):
-    """The data with which one device can undo a finished run.
+    """The saved data with which one device can undo a finished run.
 
-    The data omit states that the rollback of earlier runs restores.
+    - `run`: the run.
+    - `restored_states`: states that the rollback of earlier runs restores, so nothing is saved for them here.
+    - `undo_data`: the saved bytes of all other states.
     """
 
     run: _PipelinedRun
@@ -246,7 +266,7 @@ class _SavedRun(NamedTuple):
 
 
 class _DevicePart:
-    """The part of a pipelined plan that one device runs: input slots, compiled program, output shards and undo log."""
+    """The part of a plan that one device runs in a pipeline: its inputs, program, outputs and undo log."""
 
     def __init__(self, bound: BoundPlan, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound_plan, self.number, self.run_program = bound, number, replay
@@ -256,7 +276,7 @@ class _DevicePart:
 
 
 class _DeviceWorker:
-    """The worker of one device, which runs the requests in its queue; an entry None ends the worker."""
+    """Runs the part of one device in each run of its queue; an entry None ends the worker."""
 
     def __init__(self, number: int) -> None:
         self.number, self.is_stopped = number, False
@@ -268,9 +288,13 @@ class _DeviceWorker:
     def run_queued_runs(
         self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
     ) -> None:
-        """Run the queued runs in order, and call `tell` after each of them. Raises the error of a device.
+        """Run this device's part of each queued run, in order, until an entry None comes or a device fails.
 
-        An interrupt takes effect after the current run.
+        An interrupt takes effect after the current run. An error of the device is raised.
+
+        Args:
+            interrupts: Says whether an interrupt is pending.
+            tell: Called after each run with the run, the device number and the outputs on the device.
         """
         while (run := self.queued_runs.get()) is not None and not self.is_stopped:
             if interrupts.is_interrupt_pending:
@@ -286,7 +310,13 @@ class _DeviceWorker:
             tell(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
-        """Roll back all runs that are not final, after the device has stopped; `error` is its error, if it failed."""
+        """Restore the device's states to their values before the first run that is not final.
+
+        The device must have stopped.
+
+        Args:
+            error: The error of the device, if it failed.
+        """
         if self._current_run is not None:
             stage = self._current_run.pipeline._device_stages[self.number]
             stage.bound_plan.roll_back(
@@ -297,7 +327,10 @@ class _DeviceWorker:
             run.pipeline._device_stages[self.number].undo_log.roll_back_run(saved, behind)
 
     def _save_undo_data(self, run: _PipelinedRun) -> None:
-        """Save the undo data of a finished run, except for states that earlier runs over its store restore."""
+        """Save the data with which a finished run can be undone on this device.
+
+        States that the rollback of earlier runs over the same store restores are left out.
+        """
         self._saved_runs = [saved_run for saved_run in self._saved_runs if not saved_run.run.is_final]
         same = [
             saved_run.run.pipeline

@@ -7,11 +7,13 @@ from typing import Any
 
 
 class WeightCopies:
-    """The device copies of one weight, shared by all stores that bind the weight.
+    """The copies of one weight on devices, which all stores that bind the weight share.
 
-    `version` names the contents of the weight. A copy of an old version is filled again in place, so bound programs
-    read the new contents. If the source lives as long as the stores, devices may read its memory instead of a copy.
-    `source` keeps the source alive, so that its address stays part of a version.
+    - `version`: identifies the present contents of the weight. A copy of an old version is filled again in place, so
+      compiled programs read the new contents.
+    - `is_source_lasting`: whether the source lives as long as the stores. Devices may then read its memory instead of a
+      copy.
+    - `source`: keeps the source alive, so that its address stays part of a version.
     """
 
     def __init__(self, *, is_source_lasting: bool) -> None:
@@ -21,12 +23,12 @@ class WeightCopies:
         self.copies_by_key: dict[object, tuple[object, Any]] = {}
 
     def load_copy(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
-        """Return the copy of the weight under `key`, filled with the current contents.
+        """Return a copy of the weight with its present contents; the copy is made or filled again if needed.
 
         Args:
-            key: Names the device and the part of the weight.
+            key: Identifies the device and the part of the weight.
             alloc: Allocates a copy.
-            fill: Writes the current contents to a copy.
+            fill: Writes the present contents to a copy.
         """
         version, buffer = self.copies_by_key[key] if key in self.copies_by_key else (None, alloc())
         if version != self.version or key not in self.copies_by_key:
@@ -36,13 +38,16 @@ class WeightCopies:
 
 
 class Arena:
-    """The arena of one device, shared by plans that run one at a time; it grows to the size of the largest plan."""
+    """The memory for intermediate values on one device, which several plans share if they run one at a time.
+
+    It grows to the size of the largest plan.
+    """
 
     def __init__(self) -> None:
         self.nbytes, self._buffer = 0, None
 
     def grow_buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
-        """Return the arena buffer; a buffer with fewer than `nbytes` bytes is first replaced by one from `alloc`."""
+        """Return a buffer of at least `nbytes` bytes: the present one, or else a new one from `alloc`."""
         if nbytes > self.nbytes or self._buffer is None:
             self.nbytes, self._buffer = nbytes, alloc()
         return self._buffer

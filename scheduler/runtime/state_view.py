@@ -23,24 +23,25 @@ from .device_locks import DeviceLock
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The shard of a state or an output on one local device: a view of its memory, and the stored dtype."""
+    """The part of a state or an output on one local device: a view of its memory, and the stored dtype."""
 
     memory_view: Any
     dtype: DType
 
     def decode(self) -> Array:
-        """Decode the stored bytes to plain numbers; the result is a view of the memory if it has plain numbers."""
+        """Return the stored content as plain numbers; without a conversion, the result is a view of the memory."""
         return decode_array(self.memory_view, self.dtype)
 
     def copy_to_host(self) -> Array:
-        """Copy the numbers to a new host array."""
+        """Return the content as plain numbers in a new host array."""
         return decode_array(np.array(self.memory_view), self.dtype)
 
 
 class StateView:
-    """A NumPy-like view of one state, which may be sharded; access waits for runs of other threads.
+    """One state as a NumPy-like array, although it may be sharded over several devices.
 
-    Each process has the `parts` of its own devices; all processes must read the state together.
+    Reads and writes wait for runs of other threads. Each process has the `parts` of its own devices. All processes must
+    read the state together.
     """
 
     name: str
@@ -97,7 +98,7 @@ class StateView:
             raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
     def _as_assignable_numbers(self, index: Any, value: Any) -> Array:
-        """Return `value` as numbers that can be assigned to the entries at `index`; a scalar stays a scalar."""
+        """Check that values fit the entries at an index, and return them as numbers; a scalar stays a scalar."""
         there = np.shape(self._index_array(np.broadcast_to(np.int8(0), self.shape), index))
         numbers = as_number_array(f"state %{self.name}", value)
         try:
@@ -115,9 +116,15 @@ class StateView:
 
 
 def slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
-    """Return the slice of an array that is the shard of one device.
+    """Return the part of an array that one device has.
 
     The bytes of a quantised array are sliced in whole blocks along the last axis.
+
+    Args:
+        data: The array of the whole value.
+        spec: The shape and dtype of the whole value.
+        layout: The layout of the value.
+        device: The number of the device.
     """
     if not isinstance(layout, Shard):
         return data
@@ -133,7 +140,7 @@ def slice_for_device(data: Array, spec: Spec, layout: Layout, device: int) -> Ar
 
 
 def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
-    """Assemble a value from the parts of the local devices and of other processes, as a new host array.
+    """Return a whole value as a new host array, from the parts on local devices and on other processes.
 
     Args:
         shape: The shape of the whole value.
@@ -153,7 +160,14 @@ def assemble_value(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, A
 
 
 def write_shard_into_whole(whole: Array, layout: Layout, number: int, part: Any) -> None:
-    """Write the shard of device `number` into the array of the whole value, at the index ranges of the layout."""
+    """Write the part of one device into the array of the whole value, at the index ranges of the layout.
+
+    Args:
+        whole: The array of the whole value.
+        layout: The layout of the value.
+        number: The number of the device.
+        part: The part of the device.
+    """
     if not isinstance(layout, Shard):
         whole[...] = part
         return

@@ -38,7 +38,7 @@ PART_ALIGNMENT = 16
 
 
 class Store:
-    """A store of the weights and states on a group of devices, shared by all plans on these devices.
+    """The memory of weights and states on a group of devices, which all plans on these devices share.
 
     States begin as zeros. With several processes, a store has the devices of its own process ``world.rank``; all
     processes make the same calls in the same order. `nread` is the number of weight bytes that these devices have
@@ -81,7 +81,7 @@ class Store:
         release: Callable[[], object] = lambda: None,
         copies: WeightCopies | None = None,
     ) -> None:
-        """Bind a weight to its data: each device loads its shard.
+        """Load a weight: each device receives its part of the data.
 
         Args:
             name: Name of the weight.
@@ -125,7 +125,7 @@ class Store:
                 self.loaded_bytes.add_digest(name, layout, number, lambda other=other: compute_digest(other(), release))  # type: ignore[misc]
 
     def share_weights(self) -> Store:
-        """Return a second store for the same devices, with the same weights and with its own states and arena."""
+        """Return a second store for the same devices, with the same weights but its own states and arena."""
         other = Store(self.group, self.between.world, self._packed_files)
         for number, mine in self._device_buffers.items():
             theirs = other._device_buffers[number]
@@ -142,9 +142,9 @@ class Store:
         return self.share_weights()
 
     def in_turn(self) -> Store:
-        """Return a second store for plans that run in turn with plans of this one, with the same weights and arena.
+        """Return a second store with its own states, which shares the weights and the arena with this one.
 
-        The second store has its own states. Plans on the two stores must not run at the same time.
+        Because they share the arena, plans on the two stores must not run at the same time.
         """
         other = self.share_weights()
         for number, mine in self._device_buffers.items():
@@ -153,10 +153,11 @@ class Store:
 
     @validate_arguments(PlanError, first=NATURAL, count=POSITIVE, total=POSITIVE)
     def view_sequences(self, first: int, count: int, total: int) -> Store:
-        """Return a store with views of the states of some sequences: `count` sequences from sequence `first` on.
+        """Return a store for some sequences of a batch, with views of their parts of the states of this store.
 
-        Every present state of this store must have `total` equal parts along its first axis, one per sequence. The new
-        store reads and writes the same memory, and shares weights and arena as in `in_turn`.
+        It has `count` of `total` sequences, from number `first` on. Every present state must have `total` equal parts
+        along its first axis, one per sequence. The new store reads and writes the same memory. It shares weights and
+        arena with this one, so their plans must not run at the same time.
 
         Raises:
             PlanError: A state has no such parts, is sharded along its first axis, or a part begins at an address that
@@ -179,7 +180,13 @@ class Store:
 
     @validate_arguments(PlanError, name=TEXT, source=NATURAL, target=NATURAL, count=NATURAL)
     def copy_state_rows(self, name: str, source: int, target: int, count: int) -> None:
-        """Copy `count` rows of a state from row `source` to row `target`, within the memory of each device.
+        """Copy rows of a state to other rows of it, within the memory of each device.
+
+        Args:
+            name: The name of the state.
+            source: The first row to copy.
+            target: The first row to overwrite.
+            count: The number of rows.
 
         Raises:
             PlanError: The rows overlap or are not in the state, or the state is sharded along its first axis.
@@ -196,7 +203,7 @@ class Store:
 
     @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
-        """Return a view of a state over all devices, which can be read, indexed and assigned as one array."""
+        """Return a state over all devices as one array, which can be read, indexed and assigned."""
         if name not in self.states:
             raise PlanError(
                 f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
@@ -215,12 +222,12 @@ class Store:
         return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
-        """Return the bytes in use on each device of this process, by kind of buffer."""
+        """Return the bytes in use on each device of this process, by kind: weight, state and arena."""
         return [d.compute_bytes_by_kind() for d in self._device_buffers.values()]
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def require_devices(self, plan: Plan) -> None:
-        """Require that `plan` is for the devices of this store; raise `PlanError` otherwise."""
+        """Raise `PlanError` unless `plan` is for the devices of this store."""
         theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
         if theirs != own:
             raise PlanError(
@@ -230,7 +237,7 @@ class Store:
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
-        """Return the buffers of the program of `plan` on each device of this process; missing buffers are allocated.
+        """Return the buffers of a plan's program on each device of this process; allocate missing ones.
 
         Raises `PlanError` if a weight was never bound, or if a leaf has another layout than in an earlier plan.
         """
@@ -254,7 +261,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class PackedFileKey:
-    """The key of the packed weight file for the shard of a weight on one device."""
+    """The key of a packed weight file: the folder, the source of the weight, and the part of it on one device."""
 
     packed_files: PackedWeightFiles
     origin: WeightOrigin
@@ -279,13 +286,16 @@ class _DeviceBuffers:
         release: Callable[[], object],
         packed_file_key: PackedFileKey | None = None,
     ) -> Callable[[], bytes]:
-        """Load a weight into a buffer of the device, and return a function that computes the digest of its bytes.
+        """Load a weight into a buffer of the device, or map it from a packed file.
 
         Args:
             declared_buffer: The name and the declared spec of the weight.
             data: Reads the weight, unless a packed file has it.
             release: Called after each loaded piece.
             packed_file_key: The packed file, if any.
+
+        Returns:
+            A function that computes the digest of the weight's bytes.
         """
         assert declared_buffer.declared_spec is not None
         stored = self.backend.storage_spec(declared_buffer.declared_spec, declared_buffer.kind)
@@ -318,7 +328,7 @@ class _DeviceBuffers:
     def bind_shared_weight(
         self, declared_buffer: BufferSpec, data: Callable[[], Array], part_key: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
-        """Bind a weight to memory that is shared with other stores, and return a function that computes its digest.
+        """Bind a weight to memory that stores share; return a function that computes the digest of its bytes.
 
         The memory is the source itself if the backend can read it, else a copy in `copies`.
         """
@@ -351,7 +361,7 @@ class _DeviceBuffers:
         return LocalShard(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
     def view_first_axis_parts(self, kind: str, name: str, first: int, count: int, total: int) -> tuple[BufferSpec, Any]:
-        """View some of `total` equal parts along the first axis of a buffer: `count` parts from part `first` on.
+        """View `count` of `total` equal parts of a buffer along the first axis, from part number `first` on.
 
         Returns the specification and the memory of these parts.
         """
@@ -400,12 +410,12 @@ class _DeviceBuffers:
 
 
 def _make_spec_of_parts(spec: Spec, count: int, total: int) -> Spec:
-    """Make the spec of `count` of `total` equal parts along the first axis."""
+    """Return the shape and dtype of `count` of `total` equal parts of a value along the first axis."""
     return Spec((spec.shape[0] // total * count, *spec.shape[1:]), spec.dtype)
 
 
 def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
-    """Find the reason why a value cannot have this layout on `count` devices; return an empty text if it can."""
+    """Return why a value cannot have this layout on `count` devices; empty if it can."""
     if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
         return f"its layout names a device that is none of {count}"
     if isinstance(layout, Shard):
@@ -418,7 +428,7 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
 
 
 def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Array:
-    """Return the weight data of a caller as an array in the file format: numbers, or block bytes if quantised."""
+    """Check the data of a weight, and return it in the file format: numbers, or block bytes if quantised."""
     if spec.dtype.is_quantised:
         return as_block_bytes(subject, data, spec)
     array = as_array_for_spec(subject, data, spec)
@@ -426,7 +436,7 @@ def _as_file_format_array(subject: str, data: npt.ArrayLike, spec: Spec) -> Arra
 
 
 def _find_device_rank(device: Device, world: World) -> int:
-    """Find the rank of the process to which a device belongs."""
+    """Return the rank (number) of the process to which a device belongs; raise `PlanError` if there is none."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
     if (device.rank or 0) >= world.size:

@@ -22,9 +22,11 @@ MAX_TRACED_RUNS = 2000
 
 
 class TracedRun(NamedTuple):
-    """One traced run of `plan`, from `start` to `end` in seconds of `time.monotonic`.
+    """One measured run of a plan.
 
-    `steps` has for each device its timed kernels in order.
+    - `plan`, `label`: the plan, and the name of the run.
+    - `start`, `end`: seconds of `time.monotonic`.
+    - `steps`: for each device its timed kernels, in order.
     """
 
     plan: Plan
@@ -37,10 +39,11 @@ class TracedRun(NamedTuple):
 @validate_constructor(PlanError, dropped_runs=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
-    """A trace: the measured runs in the order of execution, at most `MAX_TRACED_RUNS`.
+    """The measured runs of plans, in the order of execution; at most `MAX_TRACED_RUNS`.
 
-    `dropped_runs` counts the later runs, which are not timed. Executors append to `noted` at the end of a run, because
-    each line of Python then delays the next run.
+    - `dropped_runs`: the number of later runs, which are not timed.
+    - `noted`: raw data of the runs. Executors only append to it at the end of a run, because each further line of
+      Python would delay the next run.
     """
 
     dropped_runs: int = 0
@@ -51,13 +54,13 @@ class Trace:
 
     @property
     def runs(self) -> Sequence[TracedRun]:
-        """The traced runs. The first read after a run asks the backends for the steps of the run."""
+        """The traced runs in order; the first read after a run asks the backends for its timed kernels."""
         for plan, label, start, end, steps in self.noted[len(self._runs) :]:
             self._runs.append(TracedRun(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
 
     def save(self, path: str | Path) -> None:
-        """Save the trace as a JSON file for Perfetto or Chrome; ``hocket view --trace`` reads it too.
+        """Write the trace to a JSON file, which Perfetto, Chrome and ``hocket view --trace`` can read.
 
         A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
         """
@@ -66,7 +69,7 @@ class Trace:
         write_chrome_trace(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
-        """Return an HTML page of the plan with the most traced runs, with the measured times of its steps.
+        """Return an HTML page with the measured times of the plan that has the most traced runs.
 
         Raises `PlanError` if the trace has no run.
         """
@@ -78,5 +81,5 @@ class Trace:
         return view_plan(max(plans, key=plans.count), trace=self, title=title)
 
     def _repr_html_(self) -> str:
-        """Return the page of the trace as HTML for a notebook."""
+        """Return the HTML page of the trace, which notebooks display."""
         return self.view()._repr_html_()

@@ -22,13 +22,18 @@ UndoData = Mapping[Tensor, Array]
 
 
 class UndoLog:
-    """The undo log of one plan on device number `number`, for runs that are rolled back together or not at all.
+    """Saves the data with which one device can undo the runs of a plan in a pipeline, after the runs have ended.
 
-    After each run, the undo log saves the arena bytes that the restoring instructions of the program will read. Two
-    kinds of states need no undo data:
+    After each run, it copies the arena bytes that the restoring instructions of the program read, because the next run
+    overwrites them. Two kinds of states need no undo data:
 
     - states in `staying`, which a rollback does not restore;
     - states that the rollback of an earlier run overwrites completely.
+
+    Args:
+        bound: The plan with its memory.
+        number: The number of the device.
+        staying: Names of states that a rollback does not restore.
     """
 
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
@@ -43,9 +48,12 @@ class UndoLog:
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
 
     def list_states_restored_by(self, earlier_logs: Iterable[UndoLog]) -> frozenset[str]:
-        """List the states that the rollback of earlier runs restores completely, by the undo logs of these runs.
+        """Return the states that the rollback of earlier runs restores whole, so that a later run need not save them.
 
-        This run saves nothing for these states. The list is empty if the rollback of one state reads another state.
+        The result is empty if the rollback of one state reads another state.
+
+        Args:
+            earlier_logs: The undo logs of the earlier runs.
         """
         before = [*earlier_logs]
         if self._is_crossed or any(journal._is_crossed for journal in before):
@@ -53,7 +61,7 @@ class UndoLog:
         return frozenset().union(*(journal._whole for journal in before))
 
     def save_undo_data(self, skipped_states: frozenset[str]) -> UndoData:
-        """Save the data that are needed to undo the run that has just ended.
+        """Copy the bytes that are needed to undo the run that has just ended, and return them.
 
         Args:
             skipped_states: The states for which nothing is saved.
@@ -69,7 +77,7 @@ class UndoLog:
         return {t: np.array(view) for t, view in self._views[skipped_states].items()}
 
     def roll_back_run(self, saved: UndoData, skipped_states: frozenset[str]) -> None:
-        """Roll back one run with its undo data, after all later runs were rolled back.
+        """Restore the states to their values before one run; all later runs must be rolled back already.
 
         Args:
             saved: The undo data of the run.
@@ -89,5 +97,5 @@ def _read(restore: Instruction) -> list[Tensor]:
 
 
 def _is_whole_state_restore(restore: Instruction) -> bool:
-    """Return whether a restoring instruction writes the whole state; such an instruction reads only the arena."""
+    """Return whether an instruction restores a whole state; it then reads only the arena."""
     return all(t.buffer == ARENA_BUFFER for t in _read(restore))

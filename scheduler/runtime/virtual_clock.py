@@ -15,7 +15,7 @@ from .communicators import SingleDeviceComm, make_local_communicator_group
 
 
 class VirtualClockEvent(Protocol):
-    """One instruction on the virtual clock of a device, in seconds from the start of the run."""
+    """One instruction in a simulated run, with its times in seconds from the start of the run."""
 
     @property
     def node(self) -> str: ...
@@ -27,7 +27,7 @@ class VirtualClockEvent(Protocol):
     def end(self) -> float: ...
     @property
     def idle_seconds(self) -> float:
-        """The idle seconds before `start`, in which the device waited for other devices."""
+        """The seconds that the device waited for other devices before `start`."""
 
 
 @runtime_checkable
@@ -42,18 +42,22 @@ class VirtualClockBackend(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """A simulated run: the instructions of each device with their times, and the peak bytes of each device."""
+    """The result of a simulated run.
+
+    - `events_by_device`: the instructions of each device with their times.
+    - `peak_bytes`: the bytes of all buffers on each device.
+    """
 
     events_by_device: tuple[tuple[VirtualClockEvent, ...], ...]
     peak_bytes: tuple[int, ...]
 
     @property
     def total_seconds(self) -> float:
-        """The total seconds of the run, until the last device ends."""
+        """The seconds from the start of the run until the last device ends."""
         return max((step.end for track in self.events_by_device for step in track), default=0.0)
 
     def compute_busy_share(self, device: int) -> float:
-        """Return the busy share of a device: the share of the total time in which it computes or communicates."""
+        """Return the fraction of the total time in which a device computes or communicates."""
         total, busy, until = self.total_seconds, 0.0, 0.0
         for step in sorted(self.events_by_device[device], key=lambda s: s.start):
             busy += max(0.0, step.end - max(step.start, until))
@@ -72,7 +76,11 @@ class SimulatedRun:
 
 
 def simulate_run(plan: Plan, on: VirtualClockBackend | None = None) -> SimulatedRun:
-    """Simulate one run of `plan` on virtual clocks: of its own devices, or of the backend `on`.
+    """Run a plan once on devices that advance a virtual clock instead of computing; return the times.
+
+    Args:
+        plan: The plan.
+        on: The backend of all devices; None for the backends of the plan.
 
     Raises:
         PlanError: If there is a device without a virtual clock.

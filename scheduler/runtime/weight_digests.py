@@ -25,9 +25,7 @@ DIGEST_BYTES = 16
 
 
 def compute_digest(part: Array, release: Callable[[], object] = lambda: None) -> bytes:
-    """Compute the digest of the shape, the dtype and all bytes of an array.
-
-    The digest depends on the entries in C order, not on the strides.
+    """Return a digest of an array, which depends on its shape, its dtype and all its bytes in C order.
 
     Args:
         part: The array, for example a shard of a weight.
@@ -48,9 +46,10 @@ def compute_digest(part: Array, release: Callable[[], object] = lambda: None) ->
 
 
 class LoadedWeightDigests:
-    """The digests of the weights that this rank has loaded since the last comparison.
+    """The digests of loaded weights, which show whether all ranks (processes) load the same bytes as rank 0.
 
-    Rank 0 also has digests of the bytes that other ranks load, computed from its own file or arrays.
+    Each rank has the digests of the parts that it has loaded since the last comparison. Rank 0 also computes the
+    digests of the parts that other ranks load, from its own file or arrays.
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
@@ -60,9 +59,12 @@ class LoadedWeightDigests:
         self._digests: dict[str, dict[int, str]] = {}
 
     def skip_ranks_with_shared_files(self, identity: str) -> None:
-        """Skip the digests of ranks that map the same files as rank 0. All ranks must call this method.
+        """Leave out of later checks the ranks (processes) that map the same files as rank 0.
 
-        `identity` names the files and the running machine; it is empty if they are unknown.
+        All ranks must call this method.
+
+        Args:
+            identity: Names the files and the running machine; empty if they are unknown.
         """
         if self._world.size > 1:
             first, *others = self._world.all_gather_bytes(identity.encode())
@@ -70,11 +72,11 @@ class LoadedWeightDigests:
 
     @property
     def is_own_rank_checked(self) -> bool:
-        """Whether the bytes of this rank are checked, which means that their digests are compared with rank 0."""
+        """Whether this rank must compute digests, which rank 0 compares with its own."""
         return self._world.rank in self._checked_ranks
 
     def list_checked_remote_devices(self, layout: Layout) -> list[int]:
-        """List the remote devices with a checked part of a weight: rank 0 computes the digests of their parts.
+        """Return the devices of other ranks for which rank 0 must compute the digest of their part of a weight.
 
         The list is empty on all other ranks.
         """
@@ -84,7 +86,7 @@ class LoadedWeightDigests:
         return [number for number in holders if self._ranks[number] in self._checked_ranks]
 
     def add_digest(self, name: str, layout: Layout, number: int, digest: Callable[[], bytes]) -> None:
-        """Add the digest of the part of a weight that one device loads; equal parts are read only once.
+        """Record the digest of the part of a weight that one device loads; equal parts are read only once.
 
         Args:
             name: Name of the weight.
@@ -104,10 +106,7 @@ class LoadedWeightDigests:
         known[number] = digest().hex() if like is None else known[like]
 
     def require_equal_digests(self) -> None:
-        """Require that all ranks have equal digests of the same bytes; raise `RanksError` on every rank otherwise.
-
-        A rank is compared with rank 0.
-        """
+        """Compare the digests of each rank with rank 0; if they differ, raise `RanksError` on every rank."""
         if not self._checked_ranks or self._world.size == 1:
             return
         digests_of_rank = [

@@ -71,9 +71,9 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def compute_plan_digest(plan: Plan) -> str:
-    """Compute the digest of a plan: the SHA-256 of the JSON of all parts that devices execute.
+    """Return the SHA-256 of all parts of a plan that devices execute, as JSON.
 
-    Reasons, predictions and memory sizes are excluded.
+    Reasons, predictions and memory sizes do not change the digest.
     """
     text = json.dumps(_executable_parts_to_data(plan), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -81,9 +81,10 @@ def compute_plan_digest(plan: Plan) -> str:
 
 @validate_arguments(PlanError, text=TEXT)
 def plan_from_json(text: str) -> Plan:
-    """Build a plan from the JSON text of `plan_to_json`, for the same kinds of devices, and verify it.
+    """Read a plan from the JSON text of `plan_to_json`, and verify it like a new plan.
 
-    Raises `PlanError` for any other text, and `BackendError` if a device is missing.
+    This machine must have the same kinds of devices. Raises `PlanError` for any other text, and `BackendError` if a
+    device is missing.
     """
     try:
         document = json.loads(text)
@@ -109,7 +110,7 @@ def _format_one_line(why: Exception) -> str:
 
 
 def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
-    """Convert the executable parts of a plan to plain data: graphs, programs, devices and layouts.
+    """Return the parts of a plan that devices execute as plain data: graphs, programs, devices and layouts.
 
     The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
     numbers of unnamed nodes.
@@ -147,7 +148,7 @@ def _executable_parts_to_data(plan: Plan) -> dict[str, Any]:
 
 
 def _plan_from_document(document: dict[str, Any]) -> Plan:
-    """Build a plan from its JSON document; the plan is not yet verified."""
+    """Build a plan from its JSON document, without a verification of the plan."""
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
     programs = [program_from_data(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
@@ -187,7 +188,7 @@ def _plan_from_document(document: dict[str, Any]) -> Plan:
 
 
 def _device_from_data(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
-    """Find the backend and the device of a JSON entry.
+    """Return the backend and the device that a JSON entry describes.
 
     Args:
         entry: The entry of the device.
@@ -223,7 +224,7 @@ def _hardware_from_data(entry: Mapping[str, Any]) -> Hardware:
 
 
 def _hardware_field_from_data(value: Any) -> Any:
-    """Read a field of `Hardware` from plain data: one number, or one number for each op."""
+    """Read one field of `Hardware` from plain data: a number, or a number for each op."""
     return (
         {op: _require_nonnegative_number(speed) for op, speed in value.items()}
         if isinstance(value, dict)
@@ -232,7 +233,7 @@ def _hardware_field_from_data(value: Any) -> Any:
 
 
 def _require_nonnegative_number(value: Any) -> float:
-    """Require that `value` is a finite number of at least 0, and return it: a time, a share, or a speed."""
+    """Return `value` as a float; raise `ValueError` unless it is a finite number of at least 0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no finite number from zero on")
     return float(value)
@@ -242,7 +243,12 @@ def _require_nonnegative_number(value: Any) -> float:
 
 
 def _verify_plan_form(plan: Plan) -> None:
-    """Verify that a plan has the form that the plan verifier presupposes; raise `PlanError` or `GraphError` if not."""
+    """Check that a plan from a file is well-formed, so that the plan verifier can read it.
+
+    Raises:
+        PlanError: The plan is malformed.
+        GraphError: One of its graphs is illegal.
+    """
     verify(plan.graph)
     _require_condition(bool(plan.device_plans), "it has no devices")
     _require_condition(
@@ -277,7 +283,7 @@ def _require_condition(condition: bool, why: str) -> None:
 
 
 def _verify_stored_specs(device_plan: DevicePlan) -> None:
-    """Verify the stored specs of buffers: the backend of this machine stores each leaf in the same way."""
+    """Raise `PlanError` unless the backend of this machine would store each leaf as the plan says."""
     for buffer in device_plan.program.buffers:
         if buffer.declared_spec is not None:
             stored = device_plan.backend.storage_spec(buffer.declared_spec, buffer.kind)
@@ -286,7 +292,7 @@ def _verify_stored_specs(device_plan: DevicePlan) -> None:
 
 
 def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
-    """Verify that the device graphs have the local shapes of a leaf that its layout states."""
+    """Raise `PlanError` unless the device graphs have a leaf with the local shapes of its layout."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
     _verify_layout(f"%{leaf.label}", spec.shape, layout, len(plan.device_plans))
     for number, device_plan in enumerate(plan.device_plans):
@@ -299,7 +305,7 @@ def _verify_leaf_shapes(plan: Plan, leaf: Node) -> None:
 
 
 def _verify_layout(subject: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
-    """Verify that a layout names only existing axes, entries and devices.
+    """Raise `PlanError` if a layout names axes, entries or devices that do not exist.
 
     Args:
         subject: The name of the value in messages.

@@ -15,7 +15,7 @@ from ..ir.layout import PARTIAL, REPLICATE, Layout, Local, Shard
 
 
 def layout_to_data(layout: Layout) -> object:
-    """Convert a layout to plain data, which `layout_from_data` reads."""
+    """Return a layout as plain data for JSON, which `layout_from_data` reads."""
     match layout:
         case Shard(axis, runs):
             return {"axis": axis, "runs": runs}
@@ -26,7 +26,7 @@ def layout_to_data(layout: Layout) -> object:
 
 
 def program_to_data(program: Program) -> dict[str, Any]:
-    """Convert a program to plain data, which `program_from_data` reads.
+    """Return a program as plain data for JSON, which `program_from_data` reads.
 
     The attributes of an instruction are not stored, because its graph node has them.
     """
@@ -64,7 +64,10 @@ def _tensor_to_data(tensor: Tensor | None) -> object:
 
 
 def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
-    """Build a program from plain data and the graph of its device."""
+    """Build a program from plain data (see `program_to_data`) and from the graph that it runs.
+
+    The graph supplies the attributes of the instructions.
+    """
 
     def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
         return MappingProxyType({name: _tensor_from_data(value) for name, value in items.items()})
@@ -90,9 +93,9 @@ def program_from_data(entry: Mapping[str, Any], graph: Graph) -> Program:
 def _instruction_from_data(
     graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any
 ) -> Instruction:
-    """Build an instruction from plain data, with the attributes of its graph node.
+    """Build an instruction from plain data and from its graph node, which supplies the attributes.
 
-    An instruction without a node has the default attributes of its op.
+    An instruction without a node (`index` is -1) has the default attributes of its op.
     """
     operands, results = tuple(map(_optional_tensor_from_data, src)), tuple(map(_tensor_from_data, dst))
     if type(index) is not int or not -1 <= index < len(graph.nodes):
@@ -123,7 +126,7 @@ def _spec_from_data(value: Any) -> Spec | None:
 
 
 def layout_from_data(value: Any) -> Layout:
-    """Build a layout from plain data. Raises `ValueError` for any other data."""
+    """Build a layout from the plain data of `layout_to_data`; raise `ValueError` for any other data."""
     match value:
         case "R":
             return REPLICATE
@@ -150,14 +153,14 @@ def _counts_from_data(values: Any) -> tuple[int, ...]:
 
 
 def require_nonnegative_integer(value: Any) -> int:
-    """Require that `value` is an integer of at least 0, and return it. Raises `ValueError` for any other value."""
+    """Return `value` if it is an integer of at least 0; raise `ValueError` otherwise."""
     if type(value) is not int or value < 0:  # False equals 0 in Python
         raise ValueError(f"{value!r:.60} is no count")
     return value
 
 
 def require_text(value: Any) -> str:
-    """Require that `value` is a text, and return it. Raises `TypeError` for any other value."""
+    """Return `value` if it is a text; raise `TypeError` otherwise."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
     return value

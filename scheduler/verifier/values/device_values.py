@@ -3,7 +3,7 @@
 All devices are traced together, operands first. A device's node must be one of two things:
 
 - a local version of a node of the user's graph, on the entries of its operands;
-- a conversion that keeps the value (`held`).
+- a conversion that keeps the value (`facts`).
 
 A value may have several facts: a slice of the graph may also be a shard.
 """

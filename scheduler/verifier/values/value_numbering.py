@@ -15,7 +15,7 @@ of the others.
 >>> [numbering.number_by_value[value] for value in (x, a, b, c)]
 [0, 1, 1, 1]
 
-For each number, `digits_by_number` has the ignored digits of each axis (`indices`). `consumers` has for each op and
+For each number, `digits_by_number` has the ignored digits of each axis (`index_sets`). `consumers` has for each op and
 list of operand numbers the nodes with these operands.
 """
 
