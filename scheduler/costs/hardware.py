@@ -59,23 +59,23 @@ class WorkEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Speeds of one kind of device and of its links, in FLOP/s, bytes/s and seconds.
+    """The speeds of one kind of device and of the links between devices.
 
     Attributes:
-        flops: Arithmetic of ops with weights.
-        bandwidth: Reads of weights and states from memory.
+        flops: FLOP/s of ops with weights.
+        bandwidth: Bytes/s at which weights and states are read from memory.
         launch: Seconds to launch one kernel.
-        link_bandwidth, link_latency: The link between two devices of one machine.
-        machine: Devices of each machine, numbered machine by machine; 0 if all devices are in one machine.
-        across_bandwidth, across_latency: The link between two machines.
-        plain_flops: Arithmetic of ops without weights, such as attention; 0 if it equals `flops`.
+        link_bandwidth, link_latency: Bytes/s and seconds of the link between two devices of one machine.
+        machine: The number of devices of each machine; they are numbered machine by machine. 0 for a single machine.
+        across_bandwidth, across_latency: Bytes/s and seconds of the link between two machines.
+        plain_flops: FLOP/s of ops without weights, such as attention; 0 if it equals `flops`.
         alone_flops, alone_bandwidth: Factors of speed while the other devices are idle. Devices may share processors
             and memory.
-        value_bandwidth: Activations between ops, which are mostly in caches; known from calibration only. 0 if
-            unknown: then arithmetic and memory accesses overlap at the peak speeds, as in data sheets.
-        recurrent_flops: Arithmetic of tokens that depend on each other through a state; 0 if it equals `plain_flops`.
-        unpack_bandwidth: Unpacking of weights in matrix products of `FULL_UNPACK_ROWS` rows or more, if unpacking is
-            slower than reading; 0 if it is not slower.
+        value_bandwidth: Bytes/s of activations between ops, which are mostly in caches; known from calibration only. 0
+            if unknown: then arithmetic and memory accesses overlap at the peak speeds, as in data sheets.
+        recurrent_flops: FLOP/s for tokens that depend on each other through a state; 0 if it equals `plain_flops`.
+        unpack_bandwidth: Bytes/s at which weights are unpacked in matrix products of `FULL_UNPACK_ROWS` rows or more,
+            if unpacking is slower than reading; 0 if it is not slower.
         op_flops, op_bandwidth: Known speeds of single ops, by op.
         source: The origin of the speeds: ``built in`` (a guess), ``data sheet``, or ``calibrated`` with the date.
     """

@@ -24,25 +24,25 @@ CACHE_WINDOW_RUNS = 64
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured or predicted speeds of a device group, for devices that all work at the same time.
+    """Measured or predicted speeds of a device group while all of its devices work.
 
-    Bandwidths are in bytes/s, arithmetic in FLOP/s. 0 or an empty mapping is unknown.
+    Bandwidths are in bytes/s, arithmetic in FLOP/s. A value of 0 or an empty mapping means unknown.
 
     Attributes:
-        bandwidth: Weight bytes from memory in products with one vector, by dtype of the weights.
+        bandwidth: Reads of weights from memory in products with one vector, by dtype of the weights.
         flops: Arithmetic of products with many vectors, by dtype of the weights.
         launch: Seconds to launch one kernel.
-        link_bandwidth: A message between two devices.
+        link_bandwidth: Messages between two devices.
         link_latency: Latency of a collective of two devices, in seconds.
         plain_flops: Arithmetic of ops without weights.
         alone_flops, alone_bandwidth: Factors of the arithmetic speed and the memory bandwidth of one device while the
             other devices are idle.
-        value_bandwidth: Activations between ops.
+        value_bandwidth: Reads and writes of activations between ops.
         recurrent_flops: Arithmetic of tokens that depend on each other through a state.
-        unpacking: Weight bytes that are unpacked for many vectors, by dtype of the weights.
-        cached: Weight bytes from caches in products with one vector, by dtype of the weights.
+        unpacking: Unpacking of weights for products with many vectors, by dtype of the weights.
+        cached: Reads of weights from caches in products with one vector, by dtype of the weights.
         held: The cached share of bytes that each run reads again, by the bytes that all devices read. Keys ascend.
-        state_bandwidth: Bytes of states.
+        state_bandwidth: Reads of states.
     """
 
     bandwidth: Mapping[str, float]

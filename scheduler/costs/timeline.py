@@ -113,7 +113,7 @@ class InstructionCosts:
         )
 
     def cost_of(self, at: int) -> InstructionCost:
-        """Return the predicted cost of the instruction at position `at`."""
+        """Return the predicted FLOPs, bytes and seconds of the instruction at position `at`."""
         return self._all_costs[at]
 
     @cached_property

@@ -191,7 +191,7 @@ class Plan:
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
-        """Return the number of collectives that the first device calls in one run."""
+        """Return how many collectives, messages included, the first device calls in one run."""
         return sum(i.op in COLLECTIVES for i in self.device_plans[0].program.instructions)
 
     def digest(self) -> str:
@@ -219,8 +219,8 @@ class Plan:
         """Return an HTML page that shows the plan with its graph, memory and timeline.
 
         Args:
-            before: Another plan to compare with.
-            tokens: Tokens that one run computes; the graph does not contain this number.
+            before: An earlier plan; the page then also shows the differences.
+            tokens: The number of tokens that one run computes, because the graph does not say it.
             title: The title of the page.
         """
         from ...view import view_plan

@@ -13,7 +13,7 @@ IndexRange: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """The layout of a replicated value: every device has the whole value."""
+    """The layout of a replicated value: each device has a copy of all entries."""
 
     is_partial = False
 

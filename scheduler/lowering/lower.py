@@ -109,7 +109,7 @@ def lower_with_state_saves(
 
 
 def require_device_support(graph: Graph, backend: Backend, device: Device) -> None:
-    """Require that a device supports all nodes of a graph; raise `PlanError` with the first unsupported node."""
+    """Raise `PlanError` for the first node of a graph that a device does not support."""
     for node in graph.nodes:
         if node.is_leaf or op_of(node).is_view:
             continue
@@ -250,7 +250,7 @@ class _ProgramBuilder:
         return replace(back, dst=(state,))
 
     def _iterate_state_saves(self) -> Iterator[StateSave]:
-        """Iterate over all state saves of the program."""
+        """Yield all saves of states in the program, which serve to undo a failed run."""
         return (save for saves in self.saves_by_writer.values() for save in saves)
 
     def _build_instruction(self, node: Node) -> Instruction:
@@ -360,19 +360,19 @@ class _ProgramBuilder:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _infer_stored_spec(self, value: Value) -> Spec:
-        """Infer the spec (dtype and shape) in which the backend stores a value."""
+        """Return the dtype and shape in which the backend stores a value; the results are cached."""
         if (spec := self.stored_specs.get(value)) is None:
             spec = self.stored_specs[value] = self.backend.storage_spec(value.spec, find_storage_kind(value))
         return spec
 
     def _count_stored_bytes(self, value: Value) -> int:
-        """Return the number of bytes in which the backend stores a value."""
+        """Return the number of bytes of a value in the dtype and shape in which the backend stores it."""
         return self._infer_stored_spec(value).nbytes
 
     def _assign_buffers_and_locations(
         self,
     ) -> tuple[list[BufferSpec], dict[Value, tuple[int, int]], dict[Node, Tensor]]:
-        """Place all values in memory.
+        """Choose the buffers, the location of each value that owns its memory, and the scratch memory of each node.
 
         Returns:
             The buffers of the program, the location (buffer number, byte offset) of each value that owns its memory,
@@ -410,7 +410,7 @@ class _ProgramBuilder:
         return buffers, places, scratch
 
     def _build_arena(self, lifetimes: Sequence[Lifetime]) -> Arena:
-        """Lay out the arena for lifetimes; if the graph has repeated layers, by the rules for repeatable offsets."""
+        """Assign arena offsets to lifetimes, so that repetitions can be unrolled if the graph has repeated layers."""
         return (
             assign_repeatable_arena_offsets(lifetimes, self.repetition_of_step)
             if self.repetition_of_step
@@ -429,13 +429,13 @@ class _ProgramBuilder:
         )
 
     def _find_or_make_tensor(self, value: Value) -> Tensor:
-        """Return the tensor of a value, and make it at the first call."""
+        """Return the location of a value in memory as a tensor; it is made at the first call."""
         if (tensor := self.tensor_by_value.get(value)) is None:
             tensor = self.tensor_by_value[value] = self._make_tensor(value)
         return tensor
 
     def _make_tensor(self, value: Value) -> Tensor:
-        """Make the tensor of a value: its buffer, byte offset, shape, strides and dtype."""
+        """Make the tensor that describes a value in memory: buffer, byte offset, shape, strides and dtype."""
         view = self.views[value]
         dtype = self._infer_stored_spec(view.base).dtype
         buffer, start = self.buffer_locations[self.memory_slots.slot_of.get(view.base, view.base)]

@@ -31,7 +31,7 @@ class StridedView:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements are consecutive in row-major order."""
+        """Whether the elements of the view are consecutive in memory, in row-major order."""
         return _has_dense_strides(self.shape, self.strides)
 
     @property
@@ -42,7 +42,7 @@ class StridedView:
 
 @lru_cache(maxsize=1 << 14)  # equal for all layers and devices
 def _has_dense_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether strides are dense: row-major without gaps. Strides of axes of size 1 do not count."""
+    """Return whether an array is dense: row-major without gaps. Strides of axes of size 1 do not count."""
     if 0 in shape:
         return True
     return all(n == 1 or s == d for n, s, d in zip(shape, strides, contiguous_strides(shape), strict=True))
@@ -67,13 +67,15 @@ def apply_view(node: Node, source_view: StridedView) -> StridedView | None:
 def _compute_strided_view_geometry(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the offset, the shape and the strides of a view op's result, in elements; None if NumPy has to copy.
+    """Return the offset, the shape and the strides of a view op's result, in elements.
+
+    Returns None if strides cannot describe the result, so that NumPy would copy the elements.
 
     Args:
         op: The name of the view op.
         attrs: The attributes of the node.
-        shape: The shape of the source.
-        strides: The strides of the source, in elements.
+        shape: The shape of the operand.
+        strides: The strides of the operand, in elements.
     """
     as_view = REGISTRY[op].as_view
     assert as_view is not None

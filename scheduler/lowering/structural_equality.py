@@ -43,10 +43,10 @@ def make_structural_key(graph: Graph) -> Hashable:
 
 
 def make_size_class_key(graph: Graph) -> Hashable:
-    """Return a dictionary key that is equal for graphs for which a backend chooses the same kernels.
+    """Return a dictionary key of a graph that has the ops, operands, dtypes and size classes, but no exact sizes.
 
-    The graphs have the same ops, operands and dtypes, and each axis has the same size class: 0, 1 or larger. Larger
-    sizes do not change the kernel. An empty result has no kernel.
+    The size class of an axis is 0, 1 or larger. Backends choose kernels by size class, and an empty result has no
+    kernel. So graphs with equal keys usually have the same fused groups.
     """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
@@ -94,7 +94,7 @@ def _list_attrs_for_structural_key(op: str, attrs: Attrs) -> tuple[Hashable, ...
 def with_numbered_names(graph: Graph) -> Graph:
     """Return a copy of the graph in which each node is named by its position, and each output by its number.
 
-    Structurally equal graphs become equal except for collective attributes.
+    A program for this graph serves all structurally equal graphs, after `restore_graph_names`.
     """
     became: dict[Node, tuple[Value, ...]] = {}
     for at, node in enumerate(graph.nodes):

@@ -212,9 +212,9 @@ class _Unroller:
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared_spec, buffer.stored_spec)
 
     def _find_deep_leaf_name(self, name: str) -> str:
-        """Translate the name of a leaf outside all repetitions from the short graph to the deep graph.
+        """Translate the name of a leaf from the short graph to the full ("deep") graph.
 
-        Leaves before the repetitions keep their numbers. Leaves after them are numbered as part of the last repetition.
+        The leaf must be before or after all repetitions, because other leaves have a name in each repetition.
         """
         kind = self.shortened_graph.short_repetition_of_name(name)
         return self.shortened_graph.deep_name_in_repetition(
@@ -279,7 +279,10 @@ def count_state_save_bytes_by_kind(program: Program, shortened: ShortenedGraph) 
 
 
 def find_repetition_kinds_of_instructions(graph: Graph, program: Program, shortened: ShortenedGraph) -> list[int]:
-    """Return for each instruction of a short program its repetition of the short graph, called kind."""
+    """Return for each instruction of a short program the repetition of the short graph to which it belongs.
+
+    This repetition is called its kind, because it stands for several repetitions of the full graph.
+    """
     kinds = shortened.short_repetition_by_node(graph)
     return [
         shortened.short_repetition_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]]

@@ -81,7 +81,7 @@ class SpeedFit:
 
     @property
     def seconds_per_unweighted_flop(self) -> float:
-        """The seconds per FLOP of ops without weights."""
+        """The seconds per FLOP of ops without weights, such as attention."""
         return self.seconds_per_unweighted_flop_and_activation_byte[0]
 
     @property
@@ -102,7 +102,7 @@ class SpeedFit:
 
     @property
     def seconds_per_recurrent_flop(self) -> float:
-        """The seconds per FLOP of a recurrent op, with operands in caches."""
+        """The seconds per FLOP of a recurrent op (each token reads the last state), with operands in caches."""
         work = self.work_by_probe["recurrence"]
         return self.compute_dominant_seconds_per_item(
             "recurrence", work.flops, work.nbytes * self.seconds_per_activation_byte
@@ -218,7 +218,7 @@ class SpeedFit:
         return computes, reads
 
     def subtract_launch_seconds(self, name: str, seconds: float | None = None) -> float:
-        """Return the seconds of a probe without its kernel launches, but at least a tenth of its seconds.
+        """Return the measured seconds of a probe minus its kernel launches, but at least a tenth of its seconds.
 
         Args:
             name: Name of the probe.

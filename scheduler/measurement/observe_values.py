@@ -42,7 +42,7 @@ class Statistics:
     @classmethod
     @validate_arguments(PlanError, array=ANY)
     def of(cls, array: Array) -> Statistics:
-        """Compute the statistics of an array of any shape, in float64."""
+        """Return the statistics of an array of any shape, computed in float64."""
         numbers = np.asarray(array).astype(np.float64, copy=False)
         is_nan = np.isnan(numbers)
         nan_count = int(is_nan.sum())

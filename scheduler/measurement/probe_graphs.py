@@ -50,7 +50,7 @@ def build_prefill_activation_graph() -> Graph:
 
 
 def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
-    """Build the probe graph of matrix products: a chain of products with weights.
+    """Build the probe of matrix products: a chain of products, each with a weight of its own.
 
     Args:
         kind: Dtype of the weights.
@@ -78,9 +78,10 @@ def build_sharded_matmul_graph(hidden: int) -> Graph:
 
 
 def build_prefill_attention_graph() -> Graph:
-    """Build the probe of prefill attention: the second half of a prompt attends to both halves, without weights.
+    """Build the probe of attention in prefill: the second half of a prompt attends to both halves.
 
-    Keys and values are states, because a backend keeps states in the dtype that they have in models.
+    The graph has no weights. Keys and values are states, because a backend keeps states in the dtype that they have in
+    models.
     """
     q = input("q", (PROMPT_ROWS, 8, 64))
     k, v = _build_key_value_states()
@@ -105,7 +106,7 @@ def build_decode_attention_graph(nbytes: int) -> Graph:
 
 
 def _build_key_value_states(layer: str = "") -> tuple[Value, Value]:
-    """Build the key and value states of one layer in float16: [tokens, heads, head width]."""
+    """Return the states with the keys and the values of one layer, in float16: [tokens, heads, head width]."""
     k, v = (
         reshape(state(name + layer, (2 * PROMPT_ROWS, 2 * 64), "f16"), shape=(2 * PROMPT_ROWS, 2, 64)) for name in "kv"
     )

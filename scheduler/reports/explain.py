@@ -361,7 +361,7 @@ class TimelineReasons:
         return f"; {entry.op} over {over}: {inside} inside, {across} across"
 
     def _find_shard_axis(self, leaf: Node) -> int:
-        """Return the axis along which a leaf is sharded."""
+        """Return the axis along which a weight or state is sharded."""
         layout = self.plan.leaves[leaf.name]
         assert isinstance(layout, Shard)
         return layout.axis

@@ -104,7 +104,7 @@ def _make_name_event(what: str, pid: int, name: str) -> dict[str, Any]:
 
 
 class _PlanTraceEvents:
-    """Formats the trace events of the runs of one plan; text that is equal in all runs is formatted once."""
+    """Formats the runs of one plan as trace events; text that is equal in all runs is formatted only once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number

@@ -251,7 +251,7 @@ class BoundPlan:
         self.run_program(number, program.build_undo_program(finished or 0))
 
     def run_program(self, number: int, program: Program) -> None:
-        """Run a program without collectives once on device `number`."""
+        """Compile and run a program without collectives once on device `number`, for example to undo a run."""
         self.compile_program(number, program, SingleDeviceComm())()
 
 

@@ -109,7 +109,7 @@ def make_local_communicator_group(
 
 
 class SingleDeviceComm:
-    """The communicator of a single device: each collective is a copy."""
+    """The communicator of a plan on one device: each collective only copies its operand."""
 
     rank: int = 0
     size: int = 1

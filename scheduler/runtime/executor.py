@@ -107,10 +107,10 @@ class Executor:
 
     @validate_arguments(PlanError)
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Run the plan once on `inputs`, and return the outputs by name as new host arrays. States advance.
+        """Run the plan once on `inputs`, and return the outputs by name as new host arrays.
 
-        Raises `PlanError` for an input that is missing, unknown or does not fit, and `BackendError` if a device
-        fails.
+        States keep their new values for the next run. Raises `PlanError` for an input that is missing, unknown or does
+        not fit, and `BackendError` if a device fails.
         """
         with self._device_lock:
             self._write_inputs(inputs)

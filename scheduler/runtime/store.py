@@ -218,7 +218,7 @@ class Store:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states."""
+        """The names of all states that plans over this store have had so far."""
         return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
@@ -269,7 +269,7 @@ class PackedFileKey:
 
 
 class _DeviceBuffers:
-    """The buffers of one device: its weights and states by (kind, name), and its arena."""
+    """The memory of one device in a store: its weights and states by (kind, name), and its arena."""
 
     def __init__(self, backend: Backend, device: Device) -> None:
         self.backend, self.device = backend, device

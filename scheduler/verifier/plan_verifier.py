@@ -281,7 +281,7 @@ class _PlanCheck:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _record_leaf_facts(self, node: Node, leaf_facts: dict[tuple[int, str], Fact]) -> Iterator[str]:
-        """Record for each device the entries of a leaf that it has, and yield the faults of the leaf's layout.
+        """Record the entries of a leaf that each device has by its layout; yield a fault if the layout is wrong.
 
         Args:
             node: The leaf.

@@ -96,7 +96,7 @@ def _is_equal_node(
 
 
 def _remove_communication_attrs(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
-    """Return the attributes of a node without the partners and the sequence number of a collective."""
+    """Return the attributes of a node; for a collective without its devices and its sequence number."""
     return {name: value for name, value in attrs.items() if name not in COMMUNICATION_ATTRS}
 
 

@@ -71,7 +71,7 @@ def _make_collective_call(device: int, instruction: Instruction) -> CollectiveCa
 
 
 def find_collective_faults(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield the faults of the collectives of all devices, as text.
+    """Yield as text the faults of the collective calls of all devices.
 
     Faults are missing participants, different calls, calls in a wrong order, and deadlocks.
     """

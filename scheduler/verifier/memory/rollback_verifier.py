@@ -291,10 +291,9 @@ class UndoCheck:
         )
 
     def find_undo_order_faults(self) -> Iterator[str]:
-        """Yield faults of the undo as a whole.
+        """Yield faults of the undo as a whole: a wrong order of restores, or scratch memory over saved values.
 
-        Saves must be restored in reverse order. The scratch of a restore must not overwrite saved values that the undo
-        reads.
+        Restores must be in reverse order of the saves.
         """
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):

@@ -72,9 +72,9 @@ class CarriedValueTrace(ValueTrace):
             yield from self._find_unequal_carried_values()
 
     def _record_node_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the facts of one node of a device, and yield its faults.
+        """Record the facts of one node of a device (the graph values that its results equal), and yield its faults.
 
-        If the node is a partial sum that is carried to the next repetition, its readers see one opaque term per device.
+        If a result is a partial sum that is carried to the next repetition, its readers see one opaque term per device.
         So they cannot depend on the terms of one repetition.
         """
         yield from super()._record_node_facts(device, node)

@@ -124,9 +124,10 @@ def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterat
 
 
 def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
-    """Return the repetition of the short graph, called kind, that stands for a repetition of the deep graph.
+    """Return the repetition of the short graph that stands for a repetition of the full ("deep") graph.
 
-    The parts before and after all repetitions stand for themselves.
+    If the short graph has n repetitions, repetition k stands for k, k + n, k + 2n and so on. The parts before and after
+    all repetitions stand for themselves.
     """
     return (
         PREAMBLE
@@ -138,14 +139,17 @@ def _find_short_repetition(shortened: ShortenedGraph, repetition: int) -> int:
 
 
 def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_number: int, repetition: int) -> int:
-    """Return the number of the deep graph's node with the same position in the first repetition of the same kind.
+    """Return the node with the same position in the first repetition for which the same short repetition stands.
 
-    Kind k stands for the repetitions k, k + n, k + 2n and so on, if the short graph has n repetitions.
+    If the short graph has n repetitions, repetition k stands for k, k + n, k + 2n and so on in the deep graph.
 
     Args:
-        shortened: The shortened graph.
+        shortened: The short graph, the deep graph, and the repetitions of both.
         node_number: The number of a node in the deep graph.
         repetition: The repetition of this node.
+
+    Returns:
+        The number of the node in the deep graph.
     """
     return (
         node_number
@@ -157,13 +161,13 @@ def _find_node_in_first_repetition_of_kind(shortened: ShortenedGraph, node_numbe
 def _find_short_node_read_by(
     shortened: ShortenedGraph, source_number: int, reader_repetition: int, reader_kind: int
 ) -> int | None:
-    """Translate an operand from the deep graph to the short graph: return the number of the short graph's node.
+    """Translate an operand from the full ("deep") graph to the short graph: return the number of its node there.
 
     The operand is in the repetition of its reader, in the repetition before (a carried value), or before all
     repetitions.
 
     Args:
-        shortened: The shortened graph.
+        shortened: The short graph, the deep graph, and the repetitions of both.
         source_number: The number of the deep graph's node that is read.
         reader_repetition: The repetition of the reader in the deep graph.
         reader_kind: The repetition of the short graph that stands for the reader's repetition.

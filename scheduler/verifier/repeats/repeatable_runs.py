@@ -73,11 +73,12 @@ class RepetitionsOfDeviceGraph:
         return sorted((number, kind) for kind, number in collectives if number is not None)
 
     def find_carried_value_faults(self) -> Iterator[str]:
-        """Yield faults of reads across repetitions in a device's graph.
+        """Yield faults of a device's graph that would forbid its repetitions to follow each other in any order.
 
-        A repetition may read its own values, long-lived values, and values that the repetition before carries to it.
-        Every repetition must carry the same values with the same specs. Outputs must not belong to a repetition. A
-        state must be updated in its own repetition.
+        - A repetition may read its own values, values that the repetition before carries to it, and long-lived values.
+          These are computed before all repetitions.
+        - Every repetition must carry the same values with the same specs.
+        - A state must be updated in its own repetition, and outputs must not belong to a repetition.
         """
         for node in self.graph.nodes:
             kind = self.kind_by_node[node]

@@ -211,7 +211,7 @@ class ValueTrace:
     def _list_operand_fact_combinations(
         self, node: Node, operand_facts: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact | None, ...]]:
-        """Yield the choices of one fact per operand for which the user's graph has a node with this op and operands.
+        """Yield each choice of one fact (graph value) per operand with which the user's graph has such a node.
 
         After `max_combinations` choices the search ends, and `search_limit_note` says so.
         """
@@ -243,7 +243,7 @@ class ValueTrace:
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Group the facts of an operand by value number, with a cache for lists that `_intern_facts` returned."""
+        """Group the facts about an operand by the graph value that they name; lists of `_intern_facts` are cached."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:
@@ -256,7 +256,7 @@ class ValueTrace:
         facts += [h for h in new_facts if h not in facts]
 
     def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
-        """Record the fact of a leaf; yield a fault if its layout is missing or gives the leaf another shape."""
+        """Record the graph value that a device's leaf equals; yield a fault if its layout is missing or wrong."""
         fact = self.leaf_facts.get((device, node.name))
         if node.op == "constant":
             theirs = self.numbering.leaf_by_name.get((node.op, node.name))
@@ -276,7 +276,7 @@ class ValueTrace:
     def _infer_facts_for_operands(
         self, op: str, instance: NodeSpecs, operand_facts: Sequence[Fact | None], reasons: list[str]
     ) -> Iterator[list[Fact]]:
-        """Match a device's node with nodes of the user's graph, and yield the facts of the results for each match.
+        """Match a device's node with nodes of the user's graph; yield the facts of its results for each match.
 
         `operand_facts` has one fact per operand. `reasons` receives the reasons why a graph node does not match.
         """
@@ -311,7 +311,7 @@ class ValueTrace:
     # ------------------------------------------------------------------------ all devices of one collective group
 
     def _record_collective_facts(self, node_by_device: Mapping[int, Node]) -> Iterator[str]:
-        """Record the facts of a collective's results on all devices; yield a fault if the operands do not match."""
+        """Record the graph values that a collective's results equal on all devices; yield a fault if there are none."""
         one = next(iter(node_by_device.values()))
         if len({n.op for n in node_by_device.values()}) > 1:
             yield f"not every device calls {one!r}"
@@ -342,7 +342,7 @@ class ValueTrace:
     def _list_device_fact_combinations(
         self, nodes: Sequence[Node], facts_by_device: Sequence[list[Fact]]
     ) -> Iterator[tuple[Fact, ...]]:
-        """Yield choices of one fact per device that agree with the fact of the first device about one collective.
+        """Yield choices of one fact per device, so that all devices have parts of the graph value of the first device.
 
         A device without a fitting fact takes part with any fact, so that a fault is found. After `max_combinations`
         choices the search ends, and `search_limit_note` says so.
@@ -372,7 +372,7 @@ class ValueTrace:
             yield device_facts
 
     def _infer_collective_result_facts(self, nodes: Sequence[Node], device_facts: Sequence[Fact]) -> list[Fact] | str:
-        """Infer the fact of each device after a collective; if the collective is wrong, return the reason as text."""
+        """Infer the graph value that each device has after a collective, or return why the collective is wrong."""
         first, attrs = device_facts[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.numbering.has_equal_entries(first.value_number, first.axes, h.axes) for h in device_facts):

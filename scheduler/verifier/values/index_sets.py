@@ -55,7 +55,7 @@ def make_full_index(size: int) -> IndexRanges:
 
 
 def count_entries(index: IndexRanges) -> int:
-    """Return the number of entries that an index lists, which is the sum of its range lengths."""
+    """Return the number of entries in an index, which is the sum of the lengths of its ranges."""
     return sum(n for _, n in index)
 
 
@@ -97,7 +97,7 @@ def slice_index(index: IndexRanges, start: int, stop: int, subtracted: int = 0) 
 
 @lru_cache(maxsize=1 << 12)
 def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
-    """Return whether two indices have at least one entry in common."""
+    """Return whether two indices (entries of an axis, as ranges) have at least one entry in common."""
     runs = sorted([*((a, 0, n) for a, n in index), *((a, 1, n) for a, n in other_index)])
     ends = [0, 0]
     for start, which, n in runs:
@@ -109,7 +109,7 @@ def has_common_entries(index: IndexRanges, other_index: IndexRanges) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_each_entry_once(index: IndexRanges, size: int) -> bool:
-    """Return whether an index has each entry of an axis exactly once, in any order.
+    """Return whether an index (entries as ranges) has each entry of an axis exactly once, in any order.
 
     Args:
         index: The index to test.
@@ -125,13 +125,13 @@ def has_each_entry_once(index: IndexRanges, size: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_duplicates(index: IndexRanges) -> bool:
-    """Return whether an index lists an entry more than once."""
+    """Return whether an index (entries of an axis, as ranges) lists an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
 def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
-    """Return one index that lists the entries of several indices one after the other."""
+    """Return one index (entries of an axis, as ranges) that lists the entries of several indices in turn."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in indices for run in part):
         if runs and sum(runs[-1]) == start:
@@ -145,7 +145,7 @@ def concatenate_indices(indices: Sequence[IndexRanges]) -> IndexRanges:
 def split_index_into_factors(
     index: IndexRanges, factor_sizes: tuple[int, ...], local_sizes: tuple[int, ...]
 ) -> tuple[IndexRanges, ...] | None:
-    """Split the index of an axis that is a product of factors into one index for each factor.
+    """Split the entries of an axis that is a product of factors into the entries of each factor.
 
     Example: The axis (2 segments, 3 heads, 2 places) has 12 entries. The entries 2, 3, 8 and 9 are all segments, head
     1 and all places.
@@ -156,7 +156,7 @@ def split_index_into_factors(
         local_sizes: The number of entries of each factor that `index` has, outer first.
 
     Returns:
-        The index of each factor; None if the entries are not a product of `local_sizes` entries of the factors.
+        The entries of each factor, or None. None means that `index` is no product of `local_sizes` entries.
     """
     if count_entries(index) != math.prod(local_sizes):
         return None
@@ -178,7 +178,9 @@ def split_index_into_factors(
 
 @lru_cache(maxsize=1 << 14)
 def combine_factor_indices(factor_indices: tuple[IndexRanges, ...], factor_sizes: tuple[int, ...]) -> IndexRanges:
-    """Return the index of a product axis from the index of each factor: the inverse of `split_index_into_factors`.
+    """Return the entries of an axis that is a product, given the entries of its factors.
+
+    This is the inverse of `split_index_into_factors`.
 
     Args:
         factor_indices: The entries of each factor, outer first.
@@ -330,7 +332,7 @@ def to_factor_digits(product_digits: IgnoredDigits, inner_size: int, factor_size
 
 
 def select_entries_at_positions(index: IndexRanges, positions: IndexRanges) -> IndexRanges:
-    """Return the entries at the given positions of an index, in the order of the positions.
+    """Return the entries at the given positions of an index (entries of an axis, as ranges).
 
     Args:
         index: The index to select from.

@@ -34,7 +34,7 @@ class NodeSpecs:
 
     @property
     def attrs_by_name(self) -> Attrs:
-        """The attributes as a dictionary by name."""
+        """The attributes of the node as a dictionary."""
         return dict(self.attrs)
 
 

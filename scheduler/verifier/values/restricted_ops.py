@@ -373,7 +373,7 @@ def _infer_entries_by_axis_links(
 def _map_linked_axis_entries(
     link: AxisLink, entries: AxisEntries, operand_size: int, result_size: int, local_start: int, local_size: int
 ) -> tuple[bool, AxisEntries]:
-    """Return whether an operand axis is only a part of its result axis, and the entries that it has there."""
+    """Return whether an operand axis is only a part of its result axis, and its entries in the result axis."""
     index, digits = entries
     if operand_size < result_size:
         return True, (concatenate_indices([tuple((first + link.start, k) for first, k in index)]), ())
