@@ -104,10 +104,13 @@ class Plan:
 
     - `device_plans`: the graph and the program of each device.
     - `leaves`, `outputs`: the layout (distribution over the devices) of each input, weight, state and output.
-    - `sharded_factors`: the index ranges that are sharded, and `reasons` the alternatives that the search considered.
-    - `hardware`: the speeds of devices and links, and `host` the speeds of the last device if they differ.
+    - `sharded_factors`: the factors (index ranges that several axes share) that are sharded.
+    - `reasons`: the alternatives that the factor search considered, as text.
+    - `hardware`: the speeds of devices and links.
+    - `host`: the speeds of the last device, if they differ.
     - `pinned_nodes`: the nodes that one device alone computes, with the reasons.
-    - `shares`: the proportions of the tensor split; empty without a tensor split. Later plans with `like` follow them.
+    - `shares`: the proportions of the tensor split; empty without one. A later plan that is made like this one has them
+      too.
     - `unused_devices`: the names of devices of the group that the plan does not use.
     """
 

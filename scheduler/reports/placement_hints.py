@@ -141,7 +141,7 @@ class _PlacementHintFinder:
         return elsewhere
 
     def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
-        """Estimate the most extra seconds of a run if one device alone computes some nodes; None if unknown.
+        """Estimate an upper bound of a run's extra seconds if one device alone computes some nodes; None if unknown.
 
         The target device sends the values that other devices read. The result is None if other devices read a moved
         node that depends on computed values, or if a moved node reads a value that is not replicated.

@@ -46,7 +46,8 @@ class PendingCollective(NamedTuple):
 def find_pipeline_order_faults(programs_by_run: Sequence[Sequence[Program]], order: PipelineOrder) -> Iterator[str]:
     """Yield as text all faults of a pipeline order, which lists the actions of each device for several runs.
 
-    Faults are actions in a wrong order, collectives of different runs that meet, and devices that wait for each other.
+    Faults are actions in a wrong order, a collective that joins all devices, collectives that do not match, and devices
+    that wait for each other.
 
     Args:
         programs_by_run: For each run the program of each device.

@@ -278,7 +278,7 @@ def _add_factor_entries(
 def _combine_factor_entries(
     dim: Dimension, dimensions: _DimensionEntries, graph_sizes: Mapping[str, int], device_sizes: Mapping[str, int]
 ) -> AxisEntries:
-    """Return the entries of a result axis from the entries of its factors; factors of no operand must be whole."""
+    """Return a result axis' entries, combined from its factors; factors that no operand has must be whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else graph_sizes[name]
@@ -297,7 +297,7 @@ def _require_matching_broadcasts(
     operand_entries: Sequence[ValueEntries | None],
     leading_entries: list[AxisEntries],
 ) -> None:
-    """Require that tiled or grouped operands are repeated over the same local entries as in the user's graph."""
+    """Require that an operand that is repeated over an axis meets the same entries of it as in the user's graph."""
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, graph_node.src, strict=False):
         if spec is not None and operand.leading is LeadingAxes.EQUAL:
@@ -425,7 +425,7 @@ def _require_whole_unlinked_axes(
 def _combine_linked_entries(
     linked_parts: Sequence[tuple[int, bool, AxisEntries]] | None, axis_size: int, local_size: int, is_view: bool
 ) -> AxisEntries:
-    """Return the entries of a result axis from the linked operand axes (local start, is a part, entries).
+    """Return the entries of a result axis from its linked operand axes, each (local start, is a part, entries).
 
     Linked axes are parts of the result axis, or all equal to it. A view may show any prefix of a broadcast axis.
     """
