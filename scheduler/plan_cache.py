@@ -119,7 +119,7 @@ def plan_with_cache(
 
 
 def _name_programs_for_binding_cache(plan: Plan, file: Path) -> Plan:
-    """Return the plan with programs named after its cache file, as keys under which backends can cache bindings."""
+    """Return the plan with programs named after its cache file; backends cache bindings under these names."""
     first_equal = find_first_devices_with_same_program(plan.device_plans)
     programs = {first: replace(plan.device_plans[first].program) for first in first_equal}
     for first, program in programs.items():

@@ -319,7 +319,7 @@ class TimelineReasons:
         return "; ".join(phrases)
 
     def _explain_unsharded_work(self, nodes: Sequence[Node]) -> str:
-        """Return why a compute span without sharded or placed weights runs on its devices, by the values it reads."""
+        """Return why a compute span without sharded or placed weights runs where it does, from the values it reads."""
         read = [(s, find_view_base_node(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:

@@ -191,7 +191,7 @@ def _offset_of(life: ArenaLifetime) -> int:
 
 
 def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
-    """Return the byte range and the lifetime of each value in the arena, by a walk through the instructions."""
+    """Return the byte range and the lifetime of each value in the arena, found from the instructions of a program."""
     lives = [ArenaLifetime(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
     there = sorted(lives, key=_offset_of)  # by offset, without overlaps
 
@@ -230,10 +230,9 @@ def find_arena_lifetimes(program: Program) -> list[ArenaLifetime]:
 
 
 def compute_memory_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Return the arena bytes in use at each step, and for each step until when its first result is needed.
+    """Return the arena bytes in use at each step, and the last step that needs the first result of each step.
 
-    The second list has the last step that needs the first result. It is -1 if this result is in a weight, state or
-    constant.
+    The last step is -1 if the result is in a weight, state or constant.
     """
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)

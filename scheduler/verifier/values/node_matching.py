@@ -24,7 +24,7 @@ MAX_EXAMPLES = 4
 
 
 class ConsumerTable:
-    """A table of the nodes of the user's graph that apply one op to certain operands, grouped by attributes."""
+    """The nodes of the user's graph that apply one op to certain operands, grouped by attributes for fast search."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -39,10 +39,10 @@ class ConsumerTable:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the graph nodes that a device's node may be a local version of, because their attributes agree.
+        """Yield the graph nodes that a device's node may compute in part, because their attributes agree.
 
         Without such a node, at most `MAX_EXAMPLES` other nodes are yielded, from which the caller explains the fault. A
-        device's node with empty results may be a local version of any consumer, so all are yielded.
+        device's node with empty results may be a part of any graph node, so all are yielded.
 
         Args:
             device_node: The device's node.
@@ -56,7 +56,7 @@ class ConsumerTable:
         yield from others if all(s.size == 0 for s in device_node.results) else islice(others, MAX_EXAMPLES)
 
     def _list_attrs_equal_on_devices(self, node: NodeSpecs) -> AttrItems:
-        """List the attributes of a node that must be equal in its local version on a device, sorted by name.
+        """List the attributes of a node that a device's node for a part of it must have as well, sorted by name.
 
         Other attributes, such as sizes, may differ.
         """
@@ -74,7 +74,7 @@ class _ConsumersWithSharedAttrs:
     def find_candidate_consumers(
         self, device_node: NodeSpecs, operand_entries: Sequence[ValueEntries | None]
     ) -> Iterator[Consumer]:
-        """Yield the graph nodes of this group that a device's node may be a local version of.
+        """Yield the graph nodes of this group that a device's node may compute in part.
 
         A slice is compared only with slices that contain its first entry. Other ops are compared with the whole group.
 

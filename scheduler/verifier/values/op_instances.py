@@ -61,7 +61,7 @@ class LocalTableRows:
 
 @dataclass(frozen=True, slots=True)
 class InferredEntries:
-    """The entries that the results of a device's node have, in terms of the matching node of the user's graph.
+    """The entries of a graph node's results that a device's node computes.
 
     - `axes`: the entries of each result, for each axis.
     - `partial_sum`: the terms of the node's contraction that the device sums; None if it sums all terms.

@@ -62,14 +62,14 @@ ROW_RANGE_ATTRS = frozenset({"first", "total"})
 
 
 class NodeMismatchError(Exception):
-    """The error that a device's node is no local version of the graph node with which it is compared."""
+    """Raised if a device's node computes no part of the graph node with which it is compared."""
 
 
 @lru_cache(maxsize=1 << 15)
 def infer_result_entries(
     op: str, graph_node: NodeSpecs, device_node: NodeSpecs, operand_entries: tuple[ValueEntries | None, ...]
 ) -> InferredEntries | str:
-    """Return the entries of a graph node's results that a device's node computes, as its local version.
+    """Return the entries of a graph node's results that a device's node computes from its part of the operands.
 
     Args:
         op: Name of the op.
@@ -78,7 +78,7 @@ def infer_result_entries(
         operand_entries: Entries of each operand that the device has; None for a missing operand.
 
     Returns:
-        The result entries; text with the reason if the device's node is no local version of the graph's node.
+        The result entries; text with the reason if the device's node computes no part of the graph's node.
     """
     declared = REGISTRY[op]
     try:
@@ -104,7 +104,7 @@ def _make_prefix_index(axis_size: int, entry_count: int) -> IndexRanges:
 
 
 def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: NodeSpecs) -> None:
-    """Raise `NodeMismatchError` if attributes differ in the local version of a node, unless they may differ."""
+    """Raise `NodeMismatchError` if a device's node has other attributes than its graph node; sizes may differ."""
     theirs, local = device_node.attrs_by_name, list_attrs_that_may_differ(declared)
     for name, value in graph_node.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -115,7 +115,7 @@ def _require_equal_attrs(declared: Op[Any], graph_node: NodeSpecs, device_node: 
 
 @cache
 def list_attrs_that_may_differ(declared: Op[Any]) -> frozenset[str]:
-    """List the attributes that may differ in a local version of a node: sizes, and row ranges of table lookups."""
+    """List the attributes that may differ in a device's part of a node: sizes, and row ranges of table lookups."""
     sizes = SIZE_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | ROW_RANGE_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
