@@ -236,7 +236,7 @@ class _ExtraDependences:
             self.lowest_irregular_position = min(self.lowest_irregular_position, self.node_positions[node])
 
     def is_needed_by_any(self, start: Node, targets: set[Node]) -> bool:
-        """Return whether any node of `targets` depends on `start`, through operands or extra dependences."""
+        """Return whether any node of `targets` must run after `start`, because of operands or extra dependences."""
         stack, seen, floor = (
             list(targets),
             set(targets),

@@ -147,7 +147,7 @@ def _split_groups_by_repetition(
 class _SharedMemorySlots:
     """The values that share memory with another value, and the steps until which each memory is needed.
 
-    - `slot_of`: the owner of the memory of each value that shares memory; other values own their memory.
+    - `slot_of`: for each value that shares memory, the value that owns it. Other values own their memory.
     - `last_reading_step`: the last step that reads the memory of each value.
     - `step_by_node`: the step of each node.
     - `overlap_end_by_node`: for each collective that overlaps other steps, the last of these steps.

@@ -147,9 +147,9 @@ class CarriedValueTrace(ValueTrace):
         """Return where a graph value is computed, relative to a repetition, so that repetitions can be compared.
 
         Returns:
-            The position of the value's node in its repetition, the result number, and the number of repetitions
-            between the computation and `repetition`. For a value from before all repetitions: the position of the
-            node in the graph, the result number, and -1.
+            Three numbers: the position of the value's node in its repetition, the result number, and the number of
+            repetitions from there to `repetition`. For a value from before all repetitions, the first is the position
+            in the graph, and the last is -1.
         """
         at, index = self.producer_by_number[value_number]
         there = self.short_repetitions.repetition_of(at)

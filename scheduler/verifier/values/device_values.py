@@ -202,7 +202,7 @@ class ValueTrace:
 
     @staticmethod
     def _list_conversion_operand_facts(operand_facts: Sequence[list[Fact]]) -> Iterator[tuple[Fact, ...]]:
-        """Yield the operand facts of a conversion: one fact, or two facts about parts of one graph value."""
+        """Yield operand facts of a node that only moves entries: one fact, or two about parts of one graph value."""
         if len(operand_facts) == 1:
             yield from ((fact,) for fact in operand_facts[0])
         elif len(operand_facts) == 2:
@@ -233,7 +233,7 @@ class ValueTrace:
                 yield operands
 
     def _is_fact_of_complete_value(self, fact: Fact) -> bool:
-        """Return whether, by this fact, a device has all entries of a graph value, and no partial sum."""
+        """Return whether a fact (an equality with a graph value) covers all entries and is no partial sum."""
         shape = self.numbering.value_by_number[fact.value_number].shape
         digits = self.numbering.digits_by_number[fact.value_number]
         return fact.partial_sum is None and all(map(is_full_index, fact.axes, digits, shape))
@@ -243,7 +243,7 @@ class ValueTrace:
         return self._interned_facts.setdefault(tuple(facts), facts)
 
     def _group_facts_by_value_number(self, facts: list[Fact]) -> dict[int | None, list[Fact]]:
-        """Group the facts about an operand by the graph value that they name; lists of `_intern_facts` are cached."""
+        """Group facts (equalities with graph values) by graph value; lists of `_intern_facts` are cached."""
         if (numbered := self._facts_by_number.get(id(facts))) is None:
             numbered = self._facts_by_number[id(facts)] = {}
             for fact in facts:

@@ -41,9 +41,9 @@ def with_empty_index_on_axis(axes: tuple[IndexRanges, ...], axis: int) -> tuple[
 
 
 def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[Fact]:
-    """Infer the fact about the result of a conversion, a node that moves or cuts a value and computes nothing new.
+    """Infer the fact (equality with a graph value) about the result of a node that only moves or cuts a value.
 
-    The conversions and their results are:
+    Such a node is called a conversion. The conversions and their results are:
 
     - A copy or a message has the fact of its operand.
     - A slice has fewer entries of the same graph value.
