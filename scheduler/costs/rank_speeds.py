@@ -49,8 +49,8 @@ class AgreedRankSpeeds:
 def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     """Exchange the calibrated speeds of all ranks (processes), and return the slowest, which are equal on all ranks.
 
-    Every rank must call this function. Each rank sends the speeds of the devices of its own machine, because the keys
-    of saved speeds contain thread counts that other machines do not know.
+    Every rank must call this function. Each rank sends the speeds of the devices of its own machine. Other machines
+    cannot look them up, because the keys of saved speeds contain thread counts.
     """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]

@@ -143,8 +143,8 @@ class _PlacementHintFinder:
     def _estimate_extra_seconds(self, moved: Set[Node], skipped_nodes: Set[Node], target_device: int) -> float | None:
         """Estimate an upper bound of a run's extra seconds if one device alone computes some nodes; None if unknown.
 
-        The target device sends the values that other devices read. The result is None if other devices read a moved
-        node that depends on computed values, or if a moved node reads a value that is not replicated.
+        The target device sends the values that other devices read. The result is None in two cases. Other devices read
+        a moved node that depends on computed values. Or a moved node reads a value that is not replicated.
 
         Args:
             moved: The nodes that the target device alone computes.

@@ -100,8 +100,8 @@ def run_pipelined(runs: Sequence[RunRequest]) -> list[dict[str, Array]]:
 class PipelinedRuns:
     """A context in which runs of plans follow each other through the same devices as a pipeline.
 
-    Each device begins its part of the next run as soon as it has finished its part of the last one and saved its undo
-    data. A run is final when `wait_for_outputs` has returned its outputs. All other runs are rolled back at the end.
+    Each device begins the next run as soon as it has finished its part of the last one and saved its undo data. A run
+    is final when `wait_for_outputs` has returned its outputs. All other runs are rolled back at the end.
 
     Args:
         first: A plan that runs here; all other plans have stores with the same devices.

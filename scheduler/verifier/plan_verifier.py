@@ -55,8 +55,8 @@ def verify_plan(plan: Plan) -> None:
 def find_plan_faults(plan: Plan) -> Iterator[str]:
     """Yield as text all reasons why a plan does not compute the user's graph; a correct plan has none.
 
-    If all device plans are unrolled from a short plan with few repeated layers, only the short plan is checked,
-    together with the conditions for unrolling.
+    All device plans may be unrolled from a short plan with few repeated layers. Then only the short plan is checked,
+    and the conditions under which the proof holds for all layers.
     """
     of = find_shortened_graph(plan)
     if of is None:

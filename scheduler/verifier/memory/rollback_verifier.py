@@ -327,8 +327,8 @@ def _is_saved_losslessly(state: Tensor, saved_tensor: Tensor) -> bool:
 def _is_write_within_saved_rows(node: Node | None, result: int, instruction: Instruction, saved: SavedState) -> bool:
     """Return whether a node that writes over a state changes only rows that were saved before.
 
-    This is so if its op declares the row index of the rows that it changes, and this index equals the row index of the
-    save.
+    Its op must declare the index operand with the numbers of the changed rows. This operand must equal the row index of
+    the save.
 
     Args:
         node: The node that writes the state; None for the copy of a new state.

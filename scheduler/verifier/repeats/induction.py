@@ -76,8 +76,8 @@ def make_short_plan(plan: Plan, shortened: ShortenedGraph) -> Plan:
 def find_shortened_graph_faults(plan: Plan, shortened: ShortenedGraph) -> Iterator[str]:
     """Yield faults of a shortened graph: the plan's graph must be the short graph with more repetitions.
 
-    The nodes of each repetition are compared with the repetition of the short graph that stands for it: their ops,
-    their operands, and the layouts of leaves. Outputs and state updates must agree as well.
+    Each repetition is compared with the repetition of the short graph that stands for it. Ops, operands and the layouts
+    of leaves must be equal. Outputs and state updates must agree as well.
     """
     runs, left_out = (
         shortened.deep_repetitions,

@@ -252,7 +252,7 @@ class ValueTrace:
 
     @staticmethod
     def _add_new_facts(facts: list[Fact], new_facts: Sequence[Fact]) -> None:
-        """Append to `facts` those members of `new_facts` that are missing in it."""
+        """Append to `facts` each of `new_facts` that is missing in it."""
         facts += [h for h in new_facts if h not in facts]
 
     def _record_leaf_facts(self, device: int, node: Node) -> Iterator[str]:
