@@ -341,7 +341,7 @@ class _ListScheduler:
         return devices
 
     def _compute_start_time(self, cluster: Cluster, device: int) -> float:
-        """Compute the time at which a device can start a cluster: it has finished its work and received all operands."""
+        """Compute the time at which a device can start a cluster: it is idle and has received all operands."""
         start = self.device_free_times[device]
         for source in cluster.operand_reader_counts:
             arrival, sender = self.end_by_node[source], self.placement[source]

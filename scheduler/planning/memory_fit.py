@@ -20,7 +20,10 @@ MAX_OFFLOAD_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """A memory of `memory_bytes` bytes, with the plans of all devices that use it; devices of one machine may share it."""
+    """A memory of `memory_bytes` bytes and the plans of all devices that use it.
+
+    Devices of one machine may share a memory.
+    """
 
     device_plans: tuple[DevicePlan, ...]
     memory_bytes: int

@@ -331,7 +331,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
-        """Build the hybrid split: consecutive layers on each device group, with tensor parallelism inside each group."""
+        """Build the hybrid split: consecutive layers on each device group, with tensor parallelism inside the group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_hybrid_over_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)

@@ -141,7 +141,7 @@ class _ShortenedGraphSharding:
         )
 
     def with_repetition_kind_count(self, kind_count: int) -> _ShortenedGraphSharding | None:
-        """Return this sharding for a short graph with `kind_count` repetitions, each of its own kind; None if impossible.
+        """Return this sharding for a short graph with `kind_count` repetitions of different kinds; None if impossible.
 
         It is impossible without such a short graph, or if its repetitions would be sharded differently.
         """
@@ -328,7 +328,7 @@ def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> in
 
 
 def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
-    """Return whether the values passed from layer to layer keep their layouts: equal before all layers and after each."""
+    """Return whether values passed from layer to layer have equal layouts before all layers and after each layer."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
         [shortened.short_nodes[first + place] for first in firsts]
@@ -370,7 +370,7 @@ def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGr
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """List the values that a repeated layer reads from the layer before it; for a view, the value that owns its memory."""
+    """List the values that a repeated layer reads from the layer before it; views are replaced by their base values."""
     for node in graph.nodes:
         for source in node.inputs:
             base = _find_memory_owner(source)

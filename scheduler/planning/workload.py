@@ -76,7 +76,7 @@ class Workload:
         return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
     def _estimate_prefill_seconds_and_chunk_count(self, plan_of: PlanForRun) -> tuple[float, int]:
-        """Estimate the seconds of the prefill of one prompt, and choose its number of chunks; return (seconds, chunks)."""
+        """Estimate the seconds of the prefill of one prompt and its number of chunks; return (seconds, chunk count)."""
         step = plan_of(self.sequence_count, 1)
         if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
             ends = (self.chunk_sizes[0], self.chunk_sizes[-1])
@@ -158,7 +158,7 @@ class OptimisticWorkloadEstimator:
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
 
     def _estimate_step_seconds(self, micro_batch_count: int, stage_count: int) -> float:
-        """Estimate the seconds of a step of all sequences, in micro-batches through pipeline stages of one device each."""
+        """Estimate the seconds of a step of all sequences, in micro-batches through stages of one device each."""
         return (
             micro_batch_count
             * self._estimate_run_seconds(-(-self.workload.sequence_count // micro_batch_count), 1)
