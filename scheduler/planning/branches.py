@@ -267,8 +267,7 @@ class BranchScheduler:
         """For each node its operands that are on one device only: computed values and states, but no weights.
 
         Each operand is a pair (value, node), in which the node runs on the device that has the value. For a computed
-        value
-        it is the node that computes it. For a state it is the node that updates it, or else its first reader.
+        value it is the node that computes it. For a state it is the node that updates it, or else its first reader.
         """
         users, at = self.graph.users(), {node: node for node in self.compute_nodes}
         for state in self.graph.states:

@@ -38,15 +38,13 @@ class Candidate:
       plan.
     - `stored_bytes` counts weights and states on all devices. `missing_bytes` counts the bytes that do not fit.
     - `stage_count` is the number of pipeline stages. With `assumes_pipelining` the estimate assumes that the stages
-      work
-      on different runs at the same time; `pipeline_description` describes these runs.
-    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small
-      costs.
+      work on different runs at the same time; `pipeline_description` describes these runs.
+    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small costs.
     - `correction_factor` is the assumed ratio of plan seconds to estimated seconds; 0 if it is unknown.
     - `lower_bound_seconds` is the time if all collectives overlap with compute.
     - `group_sharding` is the pair (devices of each stage, factors that these devices shard).
-    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate,
-      and candidates of the same kind that have no plan yet.
+    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate, and
+      candidates of the same kind that have no plan yet.
     """
 
     kind: str
@@ -69,8 +67,7 @@ class Candidate:
         """Return whether a correction of the estimate of `other` also applies to this candidate, which has no plan yet.
 
         Two estimates of the factor search have the same bias. Estimates that assume pipelining have it if this
-        candidate
-        has at least as many stages, because estimates are more optimistic with fewer stages.
+        candidate has at least as many stages, because estimates are more optimistic with fewer stages.
         """
         if other.assumes_pipelining:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
@@ -106,8 +103,7 @@ class Candidate:
         """Return the candidate with its estimate raised to the seconds of a built plan that has a single stage.
 
         Without pipelining, a run through several stages takes no less time than a run through one stage with all
-        layers.
-        The candidate is returned unchanged if `built_candidate` has several stages or another `group_sharding`.
+        layers. The candidate is returned unchanged if `built_candidate` has several stages or another `group_sharding`.
         """
         is_one = (
             built_candidate.stage_count == 1
@@ -145,8 +141,7 @@ class Candidate:
         )
 
     def compute_penalised_seconds(self, single_device_bytes: float) -> float:
-        """Compute the seconds of the candidate, increased by penalties for more devices and for copies of weights and
-        states.
+        """Compute the seconds with a penalty for each doubling of devices, and one for copies of weights and states.
 
         Args:
             single_device_bytes: The bytes of weights and states that one device would store.
@@ -183,8 +178,7 @@ def choose_best_plan(
     1. The candidate with the best estimate gets a plan, until the best candidate already has one.
     2. The ratio of plan seconds to estimated seconds corrects the estimates of similar candidates.
     3. Estimates ignore the overlap of collectives with compute. After a plan with overlap, similar estimates are
-       reduced
-       to the seconds of this plan.
+       reduced to the seconds of this plan.
 
     The reasons of the result list the rejected candidates, also candidates without a possible plan.
 

@@ -159,8 +159,7 @@ class PlanBuilder(ShardedPlanBuilder):
         """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
         These are nodes that placement rules pin, or that the first device does not support. Devices without work are
-        left
-        out.
+        left out.
         """
         hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
@@ -207,8 +206,7 @@ class PlanBuilder(ShardedPlanBuilder):
         """Build the layer split: each device gets consecutive layers, in proportion to the tensor split or its memory.
 
         If a workload is given, all memories are equal and there is no tensor split, the stages are balanced: they take
-        equal
-        time for this workload.
+        equal time for this workload.
         """
         memory = [device.memory for _, device in self.group]
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:

@@ -70,8 +70,7 @@ class ChunkTimeModel:
         """Compute the coordinates of a run in the model, as the pair (tokens, cells).
 
         0 stands for the smaller count of the four plans, 1 for the larger count. A token reads all cells before the
-        run, and
-        on average half of the cells of the run.
+        run, and on average half of the cells of the run.
 
         Args:
             token_count: The tokens of the run.
@@ -131,8 +130,7 @@ def choose_prefill_chunks(
     """Choose the prefill chunks of a prompt: the fewest chunks that take about the shortest time.
 
     Each considered split has a time limit for a chunk, and the largest chunks within this limit. The limits are the
-    times
-    of a chunk of each allowed size, at the beginning and at the end of the prompt.
+    times of a chunk of each allowed size, at the beginning and at the end of the prompt.
 
     Args:
         token_count: Tokens of the prompt that are not in the KV cache yet.

@@ -273,8 +273,7 @@ def choose_plan_with_overlap_chunks(
        overlap.
     2. A plan with chunks must save the share `MIN_GAIN` of the time, because predictions are not more exact.
     3. With reduce-scattered chunks, two collectives of each sum have no overlap: the reduce-scatter of the last chunk
-       and
-       the all-gather of the first. Such a plan must save more than these take.
+       and the all-gather of the first. Such a plan must save more than these take.
 
     Args:
         unchunked_plan: The plan without chunks.

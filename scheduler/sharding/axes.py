@@ -156,8 +156,7 @@ def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
     """Split a segment into a concatenation of two at entry `entry`; return whether that is possible.
 
     It is possible if the entry is a multiple of the size of the inner factors. Otherwise sharding of the segment's
-    factors
-    is forbidden.
+    factors is forbidden.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -252,8 +251,7 @@ def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
     """Multiply axes into one axis, outer first: its segments are products of the factors of all axes.
 
     The result is None if an inner axis has several segments, because a product of factors cannot express a
-    concatenation
-    inside another index.
+    concatenation inside another index.
     """
     wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:

@@ -24,8 +24,7 @@ def find_partial_sums_to_reduce_early(
     """Find partial sums that should be reduced early: one collective replaces several later ones at no higher cost.
 
     Two kinds of sums are considered: all-reduces, and reduce-scatters of rows. If an early sum of the list replaces
-    another
-    early sum of the list, the replaced sum comes first, and the savings of both count.
+    another early sum of the list, the replaced sum comes first, and the savings of both count.
 
     Args:
         assignment: The layouts and conversions of the graph.

@@ -55,9 +55,8 @@ class RoutedPartial:
     """The layout of a routed partial sum: each entry is complete on one device and zero on all others.
 
     Such a sum is the result of a lookup in a table with rows that `factor` shards. An entry is complete on the device
-    that
-    has its table row. `index_operand` has the row number of each entry. The first axes of the value are the axes of
-    `index_operand`.
+    that has its table row. `index_operand` has the row number of each entry. The first axes of the value are the axes
+    of `index_operand`.
     """
 
     factor: Factor

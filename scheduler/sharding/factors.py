@@ -133,8 +133,7 @@ class Factors:
         """Create the axes of a leaf, with one factor for each axis.
 
         The last axis of a quantised leaf is a product of two factors: the blocks, and the entries of a block. The
-        second is
-        never sharded.
+        second is never sharded.
         """
         spec = node.specs[0]
         axes = [make_axis(n) for n in spec.shape]
@@ -348,8 +347,7 @@ class Factors:
         """Slice an axis: return the segments of the `length` entries from entry `start` on.
 
         An axis of at most `length` entries is returned whole. If a segment cannot begin at one of both ends, the result
-        is a
-        new axis that no plan may shard.
+        is a new axis that no plan may shard.
         """
         if find_segment_bounds(axis)[-1] <= length:
             return axis

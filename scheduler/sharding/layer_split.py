@@ -28,8 +28,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
     """Split a graph into consecutive nodes for each device, by proportions of the stored bytes; return the placement.
 
     The placement is the device of each node. Stored bytes are the bytes of weights and states. Each counts for the
-    first
-    node that reads it.
+    first node that reads it.
 
     Args:
         graph: The graph to split.

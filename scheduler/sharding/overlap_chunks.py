@@ -59,8 +59,8 @@ class OverlapChunks:
     """A number of overlap chunks, and an optional condition for sequence parallelism within each chunk.
 
     An overlap chunk is a part of the tokens: the sum of one chunk is sent while the next chunk is computed. With
-    `required_saving_seconds`, the tokens of each chunk are also sharded over the devices, if that saves more seconds of
-    compute.
+    `required_saving_seconds`, the tokens of each chunk are also sharded over the devices. That must save more seconds
+    of compute than this number.
     """
 
     chunk_count: int
@@ -261,8 +261,7 @@ class _ChunkedGraph:
         """Return whether a node treats each token separately, so that it can be computed in chunks of tokens.
 
         The token axes of its results are stored. A collective that sums, scatters or gathers the tokens qualifies too,
-        as well
-        as zeros in place of a partial sum.
+        as well as zeros in place of a partial sum.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_chunkable_conversion(node, node.inputs[0])
@@ -329,8 +328,7 @@ class _ChunkedGraph:
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Find the nodes to compute in chunks: the first ones around sums, and all per-token nodes that read chunked
-        values.
+        """Find the nodes to compute in chunks: the first ones around sums, then per-token readers of chunked values.
 
         Slices of sharded tokens that chunked nodes read are included.
         """

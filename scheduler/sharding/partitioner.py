@@ -107,8 +107,7 @@ def _narrow_replicas_to_reading_devices(
     """Limit replicated weights and states to the devices that read them; return the changed layouts.
 
     Pinned nodes, which run on one device only, can make the copies on other devices useless. Leaves in `fixed_values`
-    keep
-    their layouts.
+    keep their layouts.
     """
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
@@ -203,8 +202,7 @@ class _LayoutTable:
         """Return the only object for this pair of a value and a layout.
 
         A value that is on one device gets the layout `Replicate`, because it is whole there. A partial sum gets the
-        layout in
-        which its node produces it.
+        layout in which its node produces it.
         """
         if isinstance(factor_layout, Local):
             factor_layout = REPLICATE  # whole on that device

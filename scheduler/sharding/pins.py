@@ -75,8 +75,7 @@ def find_user_pins(
         strict: Whether each rule must match a node.
 
     Raises:
-        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no
-            node.
+        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no node.
     """
     pins: dict[Node, Pin] = {}
     if not placement_rules:
@@ -171,8 +170,7 @@ class UnsupportedNode:
     """A node of a device's graph that the device does not support, with the reason.
 
     `local_node` is in the graph of the device. `source_node` is the node of the user's graph for which it was emitted,
-    or
-    None for other nodes.
+    or None for other nodes.
     """
 
     source_node: Node | None

@@ -78,8 +78,7 @@ class ShardingAssignment:
 
     - `produced_layouts`: the layout in which each value is produced.
     - `node_layouts`: the factor that shards each node, or the partial sum that it passes on. It is `Local` for a node
-      on
-      one device, and `Replicate` if every device computes all of it.
+      on one device, and `Replicate` if every device computes all of it.
     - `operand_layouts`: the layouts in which each node reads its operands.
     - `index_operands`: for each node that looks up rows of a sharded table, the operand with the row numbers.
     - `fixed_leaves`: weights and states with a layout from the pins.

@@ -110,8 +110,8 @@ A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks.""
 class ShardRanges:
     """The indices of each factor on each device, divided in given proportions by the largest remainder method.
 
-    A device that loses by rounding in one factor gains in a later factor of equal size. So over many layers each
-    device gets its proportion. The ranges of a factor are computed once.
+    A device that loses by rounding in one factor gains in a later factor of equal size. So over many layers each device
+    gets its proportion. The ranges of a factor are computed once.
     """
 
     def __init__(self, proportions: Sequence[float]) -> None:

@@ -50,8 +50,7 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
     """Collapse each sequence of equal layers to two layers; return None without repeated layers.
 
     The first layer stands for all but the last. The last layer is kept, because the place of a sum over devices depends
-    on
-    the layer after it.
+    on the layer after it.
     """
     nodes = [
         n for n in order_updates_after_operands(graph) if not n.is_leaf

@@ -40,8 +40,8 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 class FactorChoice:
     """The chosen factors to shard, the considered alternatives as text, and predictions for one run.
 
-    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without
-    sharding. `stored_bytes` counts weights and states on each device.
+    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without sharding.
+    `stored_bytes` counts weights and states on each device.
     """
 
     factors: frozenset[Factor]
@@ -79,8 +79,7 @@ class FactorSearch:
             device_count: The number of devices.
             hardware: The speeds of each device and of the links.
             eager: Whether to shard also where kernels get shorter but collectives take more time than that saves; for
-                mode
-                ``tensor``.
+                mode ``tensor``.
         """
         if self._collapsed_search is not None:
             small, search = self._collapsed_search
@@ -142,9 +141,7 @@ class _GraphSearch:
     def _score_added_groups(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Score `current` with each of these groups added, by group name; groups that conflict or add nothing are left
-        out.
-        """
+        """Score `current` with each of these groups added, by group name; conflicting groups are left out."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
@@ -158,9 +155,7 @@ class _GraphSearch:
     def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors one after another, the best first, as long as that makes a run faster; explain each in
-        `notes`.
-        """
+        """Add groups of factors one after another, the best first, while that pays; explain each in `notes`."""
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
@@ -295,8 +290,7 @@ def group_factors(
     """Group factors with equal use, such as the heads of all layers; return the groups by a readable name.
 
     A group shards a weight, or the whole axis of a state. If this graph slices rows of a state, factors of these rows
-    are
-    left out: a later, longer step slices other rows. Factors that may not be sharded are left out, too.
+    are left out: a later, longer step slices other rows. Factors that may not be sharded are left out, too.
 
     Args:
         graph: The graph to search.
