@@ -1,4 +1,4 @@
-"""Partial results of attention: of a row and some of the keys. They are merged in the order of the keys.
+"""Partial results of attention: one row (a head of a token) and some of its keys. They are merged in the order of keys.
 
 A partial result has the highest score, then the sum of weights, then the weighted values from `PARTIAL_VALUES_OFFSET`
 on. A weight is 2 to the power of a score minus the highest score.
@@ -60,7 +60,7 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 @subroutine
 def clear_partial_result(state, span):
-    """Initialise the partial result of a row: all sums are zero, and the highest score is the lowest number."""
+    """Initialise the partial result of a row of `span` bytes: sums are zero, the highest score is the lowest number."""
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
     store_scalar(state, MIN_SCORE)
@@ -68,7 +68,7 @@ def clear_partial_result(state, span):
 
 @subroutine
 def merge_partial_result(state, part, width):
-    """Merge the partial result `part` into `state`. Partial results are always merged in the order of their keys."""
+    """Merge the partial result `part` into `state`, which has the keys before it."""
     if load_scalar(part + PARTIAL_SUM_OFFSET) == FLOAT_ZERO:
         return
     before, after = load_scalar(state), load_scalar(part)
@@ -83,7 +83,7 @@ def merge_partial_result(state, part, width):
 
 @subroutine
 def write_attention_row(state, sink, out, width):
-    """Write the attention result of a row: the weighted mean of its values from its complete partial result.
+    """Write the attention result of a row, the weighted mean of its values, from its merged partial result.
 
     `sink` is the score of the attention sink.
     """

@@ -52,7 +52,7 @@ def compute_quantised_query_bytes(size: int) -> int:
 
 
 def compute_transposed_keys_bytes(size: int) -> int:
-    """Return the bytes of 16 transposed keys: pairs of blocks, and scales."""
+    """Return the bytes of 16 transposed keys of `size` elements: their codes in pairs of blocks, and their scales."""
     return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
 
@@ -80,10 +80,10 @@ def make_quantise_query(dtype: DType) -> Subroutine:
 
 
 def make_transpose_16_keys(dtype: DType) -> Subroutine:
-    """Make the subroutine that transposes the codes of 16 quantised keys, so that lanes are keys.
+    """Make the subroutine that transposes the codes of 16 quantised keys, so that each SIMD lane has one key.
 
-    The subroutine is ``(keys, step, last, size, to)``. `last` is the index of the last key; keys behind it repeat it.
-    `dot_query_with_16_keys` reads the result.
+    The subroutine is ``(keys, step, last, size, to)``. `step` is the bytes from key to key. `last` is the index of the
+    last key, which is repeated for missing keys. `dot_query_with_16_keys` reads the result.
     """
     transpose_blocks, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
 

@@ -1,4 +1,4 @@
-"""Common parts of the attention kernels: their words, visible keys, the end of a score, and powers of two.
+"""Common parts of the attention kernels: their arguments, visible keys, the end of a score, and powers of two.
 
 Scores are in units of log2(e), so that their exponentials are powers of two. Scale, cap, slopes and sinks are
 multiplied by log2(e).
@@ -94,9 +94,9 @@ def max_or_second(x, y):
 
 @subroutine
 def apply_cap_and_mask(x, mask, cap, slope):
-    """Apply the soft cap and the mask to scaled products of 16 lanes: ``slope * mask + cap * tanh(x)``.
+    """Compute 16 final scores from scaled products `x`: ``slope * mask + cap * tanh(x)``, or ``slope * mask + x``.
 
-    Without a cap the score is ``slope * mask + x``. `slope` is the ALiBi slope of the head.
+    The second formula holds without a soft cap. `slope` is the ALiBi slope of the head.
     """
     if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
@@ -119,7 +119,7 @@ def load_mask_lanes(mask, s, keys):
 
 @subroutine
 def find_visible_key_bits(mask):
-    """Return a bit mask of 16 keys: a bit is set if the attention mask makes its key visible."""
+    """Return 16 bits, one for each key in a vector of the mask; a bit is set if the key is visible."""
     return greater_bitmask(mask, splat(MIN_SCORE))
 
 
@@ -134,7 +134,7 @@ def find_first_visible_key(mask, keys):
 
 @subroutine
 def find_end_of_visible_keys(mask, keys):
-    """Find the end of the visible keys of a mask row, rounded up to a multiple of 16 or to `keys`."""
+    """Return the end of the visible keys in a mask row, rounded up to a multiple of 16 but at most `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and find_visible_key_bits(load_mask_lanes(mask, s - LANES, keys)) == 0:
         s -= LANES
@@ -143,7 +143,7 @@ def find_end_of_visible_keys(mask, keys):
 
 @subroutine
 def find_visible_key_range(heads, shared, tokens, step, keys):
-    """Find the range of keys that are visible to any token in any head of a group."""
+    """Find the range of keys that at least one token sees in at least one head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)
