@@ -269,7 +269,7 @@ def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
 
 
 def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Return the hardware with the launch cost with which the sum of all node times equals the time of the plan.
+    """Return the hardware with a launch cost that is fitted so that all node times add up to the time of the plan.
 
     The plan is the plan of one device. The default launch cost does not fit: in a program, fused chains share one
     launch, and state saves add launches.

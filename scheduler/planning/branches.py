@@ -185,13 +185,12 @@ class BranchScheduler:
             yield from self._build_schedules_of_placement(better, order)
 
     def _build_schedules_of_placement(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
-        """Build two schedules of a placement, with different orders of the nodes.
+        """Build two schedules of a placement, which differ in the order of the nodes.
 
-        - One order is by the predicted end time of each node.
-        - The other is by the number of messages on a path to the node.
+        1. Order the nodes by their predicted end times.
+        2. Order the nodes by the number of messages on a path that leads to them.
 
-        The order gives messages their numbers. Programs send and receive messages by number, so either order may be
-        faster.
+        Programs send and receive messages in this order, so either order may be faster.
         """
         ends = self._predict_end_times(placement, order)
         leaf_bytes = [*self._count_leaf_bytes_by_device(placement).values()]
@@ -227,7 +226,7 @@ class BranchScheduler:
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_end_times(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Predict the end time of each node, with messages between devices.
+        """Predict the end time of each node in a run of all devices, including waits for messages.
 
         Each device executes its nodes in the given order. A device waits for each value that another device computes. A
         sender does not wait.

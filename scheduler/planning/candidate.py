@@ -92,7 +92,7 @@ class Candidate:
     def with_estimate_capped_by_overlap(self, seconds: float) -> Candidate:
         """Return the candidate with its estimate reduced to at most `seconds`, but not below its own lower bound.
 
-        The reason is a similar candidate with a fast plan, in which collectives overlap with compute.
+        This is done after a similar candidate has got a faster plan by the overlap of collectives with compute.
 
         Args:
             seconds: The seconds of the plan of the similar candidate.
@@ -175,10 +175,11 @@ def choose_best_plan(
 ) -> Plan:
     """Choose the plan with the fewest missing bytes; among equals, the plan with the least penalised seconds.
 
-    1. The candidate with the best estimate gets a plan, until the best candidate already has one.
-    2. The ratio of plan seconds to estimated seconds corrects the estimates of similar candidates.
-    3. Estimates ignore the overlap of collectives with compute. After a plan with overlap, similar estimates are
-       reduced to the seconds of this plan.
+    1. Build the plan of the candidate with the best estimate. Stop if it has a plan already.
+    2. Correct the estimates of similar candidates by the ratio of plan seconds to estimated seconds.
+    3. If the plan overlaps collectives with compute, reduce the estimates of similar candidates to the seconds of this
+       plan. Estimates ignore the overlap.
+    4. Continue with step 1.
 
     The reasons of the result list the rejected candidates, also candidates without a possible plan.
 

@@ -147,10 +147,9 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest another split mode that may fit; return None for one device, or if the memory of all is too small.
+    """Suggest the other one of modes ``tensor`` and ``layer`` if it may fit; both if all leaves are copied.
 
-    Without different parts of leaves, ``tensor`` or ``layer`` is suggested. Otherwise ``layer`` and ``tensor`` are
-    suggested in place of each other.
+    The result is None for one device, or if the memory of all devices together is too small.
     """
     if len(plan.device_plans) == 1:
         return None

@@ -66,7 +66,7 @@ from .softmax_scores import (
 )
 
 ARGS = declare_args(f"{COMMON_ARGS} span tickets")
-"""The last words: tokens of a unit, and the work queue (`tickets.take_work_item`)."""
+"""The last words: tokens of a unit, and the work queue (`work_queue.take_work_item`)."""
 
 TILE_KEYS = 64
 """Keys of a tile: one bit of a word each."""

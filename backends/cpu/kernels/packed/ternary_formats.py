@@ -38,7 +38,10 @@ def load_q2_0_codes(row, c):
 
 @subroutine
 def unpack_base_3_digit(byte, n):
-    """Return base-3 digit (trit) number `n` of a packed byte, most significant digit first (`simd.trits`)."""
+    """Return base-3 digit (trit) number `n` of a packed byte; digit 0 is the most significant.
+
+    `simd.base3_codes` explains the packing.
+    """
     for _ in range(n):
         byte = byte * 3 & 255
     return byte * 3 >> 8
@@ -70,7 +73,7 @@ def replace_packed_trit(at, n, digit):
 def pack_tq1_0_codes(row, b, first, second, lane):
     """Pack the TQ1_0 codes of 32 columns as base-3 digits (trits), five in a byte, in the bytes of one lane.
 
-    The first 20 columns fill 4 bytes with five trits each. The last 12 columns go to bytes that several rows share.
+    The first 20 columns fill 4 bytes of the lane. The trits of the last 12 columns go to bytes that several rows share.
     """
     for k in range(4):
         number = 0

@@ -62,7 +62,7 @@ ENTRY_CODES = 1536
 
 @cache
 def make_book_table() -> np.ndarray:
-    """Return the IQ3_S code book twice in one float32 table: in an order for SIMD, then entry by entry.
+    """Return a float32 table that has the IQ3_S code book twice: in an order for SIMD, then entry by entry.
 
     The first part is [vectors, 4, 16]: each vector has 16 entries of 4 numbers. The second part is [512 entries, 4].
     """

@@ -100,7 +100,7 @@ def make_fp4_table() -> np.ndarray:
 
 @subroutine
 def look_up(v, table):
-    """Look up each lane of `v` in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
+    """Look each lane of `v` up in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))
@@ -236,9 +236,9 @@ def write_trits(x, to):
 
 @subroutine
 def join_trits(codes, distance, count):
-    """Pack `count` ternary codes (4 or 5) into each byte as digits to base 3; the first code is the highest digit.
+    """Pack 4 or 5 ternary codes into each byte as base-3 digits; the first code is the most significant digit.
 
-    `distance` is the number of bytes between the codes that share a byte.
+    `count` is the number of codes in a byte. `distance` is the number of bytes between them in `codes`.
     """
     number = load_u8_lanes(codes)
     for k in range(1, count):

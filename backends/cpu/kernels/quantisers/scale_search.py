@@ -94,19 +94,18 @@ def sum_weights(w, n):
 
 @subroutine
 def spread_one_side(limit, first, step):
-    """Return 16 numerators for candidate scales, one in each lane: ``limit * (first + step * lane)``.
+    """Return 16 candidates for the inverse scale of a block, times its peak: ``limit * (first + step * lane)``.
 
-    A numerator divided by the peak of a block is the inverse of a candidate scale.
+    The peak is the number of largest magnitude.
     """
     return mul(splat(limit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def spread_two_sides(low, high, first, step):
-    """Return 16 numerators for candidate scales: `low` times 8 factors, then `high` times the same 8 factors.
+    """Return 16 candidates for the inverse scale of a block, times its peak: `low` and `high`, each times 8 factors.
 
-    The factors are ``first + step * i`` for i from 0 to 7. A numerator divided by the peak of a block is the inverse of
-    a candidate scale.
+    The peak is the number of largest magnitude. The factors are ``first + step * i`` for i from 0 to 7.
     """
     limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
     return mul(limits, fma(half_numbers(), splat(step), splat(first)))
@@ -307,7 +306,9 @@ def write_codes(x, n, scale, low, lowest, highest, to):
 
 
 def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
-    """Make a subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
+    """Make the subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
+
+    The choice has the smallest weighted squared error.
 
     Args:
         round_lanes: rounds each lane to the nearest code, as in `make_scale_search`.

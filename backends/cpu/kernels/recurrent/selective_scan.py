@@ -45,9 +45,9 @@ DT, X, B, C, OUT = STEP_SIZES.first_word_index("dt"), *(SCAN.first_word_index(na
 
 @cache
 def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
-    """Make the kernel of the step sizes and decays of a selective scan.
+    """Make the kernel that computes the step sizes of a selective scan: ``sizes = softplus(dt)``.
 
-    ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`.
+    If each head has one decay rate (`per_head`), it also computes ``decays = exp(sizes * rates)``.
     """
 
     def body(a, thread, threads):
@@ -72,7 +72,7 @@ def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
 
 @cache
 def make_compute_decay_columns(per_head: bool) -> Subroutine:
-    """Make the subroutine that computes the decays of 16 columns of a state row.
+    """Make the subroutine that computes the decays of 16 columns of a state row from the step size of a token.
 
     The subroutine is ``(size, decay, rates, column, columns)``.
     """
@@ -142,7 +142,7 @@ def make_update_four_state_rows(per_head: bool) -> Subroutine:
 
 @cache
 def make_selective_scan_kernel(per_head: bool) -> Kernel:
-    """Make the kernel of the selective scan (Mamba).
+    """Make the kernel of the selective scan (Mamba), which updates the state token by token and computes the outputs.
 
     With `per_head` each head has one decay rate, otherwise each column of the state has its own.
     """

@@ -70,7 +70,7 @@ class SlidingWindowShape:
         )
 
     def make_padded_image(self, steps: StepTableBuilder, x: Operand, y: Operand) -> Operand:
-        """Return the image `x` with its padding. If needed, add steps that make a padded copy.
+        """Return the image `x` with its padding, as a copy if needed; add the steps that make the copy.
 
         A copy is needed for padding, and if `x` overlaps the result `y`.
         """
@@ -115,7 +115,7 @@ def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets
 
 
 def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowShape) -> tuple[Operand, Operand]:
-    """Make operands of scratch memory as a padded image, and of the part of the image that holds `x`."""
+    """View scratch memory as a padded image, and as the part of this image without the padding; return both."""
     shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
@@ -125,7 +125,7 @@ def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowSha
 
 
 def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
-    """Return whether kernels can read the windows of `x`, and copy `x` if needed."""
+    """Return whether kernels can read the windows of `x`, in place or from a padded copy."""
     if not x.is_float or not x.tensor.spec.size:
         return False
     _, inner = _make_padded_operands(x, x, windows)
@@ -155,9 +155,9 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse sliding windows and their matmul with a weight into one image convolution.
+    """Fuse an op that copies sliding windows, and the matmul of the windows with a weight, into one image convolution.
 
-    The matmul may read some of the channels.
+    The matmul may read only some of the channels.
     """
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
@@ -188,7 +188,7 @@ def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
-    """Add the matmul of a fused convolution, which reads the windows in the image.
+    """Add the matmul step of a fused convolution, which reads the windows directly from the image.
 
     The windows are not written to memory. Each address in them becomes an address in the image.
     """

@@ -1,6 +1,6 @@
 """Cache rows in blocks of 32 numbers, in the layout of ggml: a float16 scale before the codes.
 
-Packed weights have another layout (`products.formats`).
+Packed weights have another layout (`packed.format_table`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def load_16_q4_0_elements(row, c):
 
 
 def _make_expand_cache_blocks(nbytes: int, load: Subroutine) -> Subroutine:
-    """Make the subroutine that expands columns `c` to `n` of a quantised cache row to float32: ``(row, c, n, to)``.
+    """Make the subroutine ``(row, c, n, to)`` that expands columns `c` to `n` of a quantised cache row to float32.
 
-    `c` and `n` are multiples of 32. `nbytes` is the bytes of a block.
+    `c` and `n` are multiples of 32. A block of 32 columns has `nbytes` bytes; `load` loads 16 columns.
     """
 
     def expand(row, c, n, to):
