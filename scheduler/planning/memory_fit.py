@@ -40,7 +40,7 @@ class MemoryPool:
         return max(0, self.needed_bytes - self.memory_bytes)
 
     def count_leaf_bytes(self, names: frozenset[str]) -> int:
-        """Count the stored bytes of the leaves with these names in this memory."""
+        """Count the bytes of the weights and states with these names in this memory."""
         buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 

@@ -158,8 +158,8 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_on_first_device(self) -> Plan:
         """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
-        These are nodes that placement rules pin, or that the first device does not support. Devices without work are
-        left out.
+        A node must run elsewhere if a placement rule says so, or if the first device does not support it. Devices
+        without work are left out.
         """
         hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
@@ -430,7 +430,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_with_layout_of_other_plan(self, plan: Plan, graph: Graph) -> Plan:
-        """Build the unverified plan of `graph`, with the weight and state layouts of `plan` of another graph."""
+        """Build the unverified plan of `graph`, with the weight and state layouts of `plan`, of another graph."""
         if graph is self.graph:
             return plan
         return PlanBuilder(

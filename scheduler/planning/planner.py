@@ -202,7 +202,7 @@ def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) ->
 
 
 def _can_keep_layout(earlier: Value, value: Value) -> bool:
-    """Return whether a leaf of a new graph can keep the layout of the leaf of equal name in an earlier plan.
+    """Return whether a weight or state of a new graph can keep its layout in an earlier plan.
 
     Two weights need equal specs. Two states need equal dtypes and ranks; their sizes may differ.
     """

@@ -129,7 +129,7 @@ def choose_prefill_chunks(
 ) -> PrefillChunks:
     """Choose the prefill chunks of a prompt: the fewest chunks that take about the shortest time.
 
-    Each considered split has a time limit for a chunk, and the largest chunks within this limit. The limits are the
+    Several splits are compared. A split has a time limit, and chunks as large as the limit allows. The limits are the
     times of a chunk of each allowed size, at the beginning and at the end of the prompt.
 
     Args:

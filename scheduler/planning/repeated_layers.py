@@ -69,16 +69,16 @@ def plan_repeated_layers(
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
-    """Plan the repeated layers of a graph once, in a shortened graph with few of them.
+    """Plan the repeated layers of a graph once, in a short graph that keeps only a few of them.
 
-    The result is None if that saves too few nodes, or is impossible. It is impossible if the repetitions are sharded
+    The result is None if that saves too few nodes, or is impossible. It is impossible if the layers are sharded
     differently, or if a layout would differ from `fixed_layouts`.
 
     Args:
-        graph: The deep graph, with all layers.
+        graph: The graph with all layers.
         repeated_layers: The repeated layers of `graph`.
         group: The devices.
-        sharded_factors: The sharded factors, listed at every leaf that has them.
+        sharded_factors: The sharded factors (shardable indices), listed at every weight and state that has them.
         proportions: The share of each device.
         hardware: The hardware model.
         fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
@@ -108,13 +108,13 @@ def plan_repeated_layers(
 
 
 class _ShortenedGraphSharding:
-    """The sharding over a device group of a shortened graph, which has only a few of the repeated layers.
+    """The sharding over a device group of a short graph, which keeps only a few of the repeated layers.
 
     Args:
-        shortened: The short graph, the deep graph and their repetitions.
+        shortened: The short graph, the graph with all layers, and their repetitions.
         group: The devices.
         hardware: The hardware model.
-        sharded_factors: The sharded factors of the deep graph.
+        sharded_factors: The sharded factors (shardable indices) of the graph with all layers.
         proportions: The share of each device.
         short_factors: The sharded factors of the short graph.
     """
@@ -135,15 +135,15 @@ class _ShortenedGraphSharding:
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
-        """The index ranges that each device has of the short graph's sharded factors."""
+        """The index ranges that each device has of each factor (shardable index) of the short graph."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
     def with_repetition_kind_count(self, kind_count: int) -> _ShortenedGraphSharding | None:
-        """Return this sharding for a short graph with `kind_count` repetitions of different kinds; None if impossible.
+        """Return this sharding for a short graph that keeps `kind_count` of the repeated layers; None if impossible.
 
-        It is impossible without such a short graph, or if its repetitions would be sharded differently.
+        It is impossible without such a short graph, or if its layers would be sharded differently.
         """
         return (
             self
@@ -154,9 +154,9 @@ class _ShortenedGraphSharding:
         )
 
     def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortenedGraphSharding | None:
-        """Return this sharding for another short graph of the deep graph; None if repetitions are sharded differently.
+        """Return this sharding for another short graph (a graph with only a few of the repeated layers).
 
-        Without a short graph the result is None, too.
+        The result is None without a short graph, or if the repeated layers of the user's graph are sharded differently.
         """
         own = None if shortened is None else _map_factors_to_short_graph(shortened, self.sharded_factors)
         if shortened is None or own is None:
@@ -167,28 +167,34 @@ class _ShortenedGraphSharding:
 
     @property
     def distinct_device_count(self) -> int:
-        """The number of devices with distinct programs: devices with shard ranges of equal sizes count once."""
+        """The number of devices with different programs: devices with shard ranges of equal sizes count once."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
     def sequence_parallel_chooser(self) -> SequenceParallelChooser:
-        """The object that decides whether the short graph shards or replicates token rows after sums over devices."""
+        """The object that decides for the short graph whether devices compute all token rows or only their shards.
+
+        The second is sequence parallelism.
+        """
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The layouts of the short graph if every device computes all token rows after a sum over devices."""
+        """The layouts of all values of the short graph if each device computes all token rows after a sum over devices.
+
+        The alternative is sequence parallelism, in which each device computes only its rows.
+        """
         return self.sequence_parallel_chooser.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
-        """Partition the short graph over all devices, by a sharding assignment."""
+        """Partition the short graph over all devices, with the layouts of `assignment`."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
-        """Build the plan of the deep graph with all layers from the short graph of each device.
+        """Build the plan of the graph with all layers from the short graph of each device, which has few layers.
 
         The result is None if a device does not support a node, or if its repeated layers cannot be unrolled.
         """
@@ -212,10 +218,10 @@ class _ShortenedGraphSharding:
     def build_with_overlap_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
         """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
-        1. The first try treats the last repetition as part of the nodes after the repetitions, as its sums may have few
+        1. First, the last of the repeated layers is planned separately, because its sums over devices may have few
            tokens.
-        2. The second try treats also the first repetition separately, because before it no sum may have been
-           reduce-scattered yet.
+        2. If the values passed from layer to layer then have different layouts, the first layer is planned separately,
+           too. Before it no sum may have been reduce-scattered yet.
         """
         inner = self.shortened_graph.deep_repetitions.drop_last()
         for runs in (inner, inner.drop_first()):
@@ -253,7 +259,7 @@ class _ShortenedGraphSharding:
 
 
 def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan | None:
-    """Plan the deep graph with all layers by its short graph; None if that is impossible or saves too little."""
+    """Plan a graph with repeated layers by a short graph with few of them; None if impossible or if it saves little."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
@@ -275,9 +281,10 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan 
 
 
 def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
-    """Map the positions of sharded factors in the deep graph to positions in the short graph.
+    """Map the positions of sharded factors in the user's graph to positions in the short graph with few layers.
 
-    The result is None if the repetitions of the deep graph are sharded differently.
+    A factor is a shardable index. The result is None if the repeated layers of the user's graph are sharded
+    differently.
     """
     number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
@@ -297,9 +304,9 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
 
 
 def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> int:
-    """Choose how many repetitions the short graph has, so that each device gets about its proportion over all of them.
+    """Choose how many repeated layers the short graph keeps, so that each device gets its proportion over all of them.
 
-    The shard ranges of a single repetition are rounded. Over several repetitions the rounding errors cancel.
+    The shard ranges of a single layer are rounded. Over several layers the rounding errors cancel.
     """
     inner = frozenset(
         sharded_factor
@@ -341,7 +348,7 @@ def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: 
 
 
 def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGraph) -> bool:
-    """Return whether the instructions of a device's repeated layers can be unrolled to the deep graph.
+    """Return whether a device's instructions for the repeated layers can be unrolled to the graph with all layers.
 
     - The instructions of each kind of layer are consecutive, and the kinds are in order.
     - A value that the next layer reads has the same memory offset in all kinds.

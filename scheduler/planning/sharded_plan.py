@@ -107,9 +107,10 @@ class ShardedPlanBuilder:
         return self.factor_search.factors
 
     def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
-        """Build the plan that shards the chosen factors, except at nodes and leaves that are pinned to one device.
+        """Build the plan that shards the chosen factors (shardable indices of the graph) over the devices.
 
-        Overlap chunks are used if they make the plan faster.
+        Pinned nodes and leaves are not sharded: they stay on one device. Overlap chunks are used if they make the plan
+        faster.
 
         Args:
             choice: The factors to shard, and the alternatives as reasons.
@@ -216,9 +217,10 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Pin each node that its device does not support to another device, until all nodes are supported.
+        """Move each node that its device does not support to another device, until all nodes are supported.
 
-        Each round builds the graphs again. Returns the pins and the graphs of the last round.
+        A pin assigns a node to one device. Each round builds the graphs again. Returns the pins and the graphs of the
+        last round.
 
         Args:
             pins: The pins so far.

@@ -65,7 +65,7 @@ Axis = tuple[Segment, ...]
 
 
 def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """List the root factors of a product, outer first.
+    """List the current factors of a product, outer first: merged factors are replaced by their roots.
 
     A factor that was split into a product is replaced by its outer and inner factor.
     """
@@ -77,7 +77,7 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
 
 
 def list_segments(axis: Axis) -> list[list[Factor]]:
-    """List the segments of an axis, each as a list of root factors.
+    """List the segments of an axis (parts of a concatenation such as q|k|v), each as a list of factors, outer first.
 
     If the outermost factor of a segment was split into a concatenation, each part of the factor gives a segment.
     """
@@ -108,18 +108,21 @@ def forbid_sharding(factors: Iterable[Factor]) -> None:
 
 
 def forbid_axis_sharding(axis: Axis) -> None:
-    """Forbid sharding of all factors of an axis."""
+    """Forbid that a plan shards any factor of an axis."""
     for segment in axis:
         forbid_sharding(segment)
 
 
 def split_factor(factor: Factor, outer_size: int) -> None:
-    """Split a factor into an outer factor of `outer_size` values and an inner factor, in all axes that have it."""
+    """Split a factor into a product, in all axes that have it: an outer factor of `outer_size` and an inner factor."""
     factor.parts = (Factor(outer_size, factor.blocked), Factor(factor.size // outer_size, factor.blocked))
 
 
 def merge_factors(factor: Factor, other_factor: Factor) -> None:
-    """Merge two root factors of equal size into one factor, in all axes that have them."""
+    """Merge two factors (shardable indices) of equal size into one, in all axes that have them.
+
+    Both are roots of the union-find structure.
+    """
     if factor is other_factor:
         return
     if other_factor.segments and not factor.segments:
@@ -131,7 +134,7 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
 
 
 def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
-    """Make two products of equal size the same product, factor by factor, outer first.
+    """Make two products of factors the same product, factor by factor, outer first; their total sizes are equal.
 
     Factors of equal size are merged. A larger factor is split if the smaller one divides it. Otherwise this factor and
     all inner factors may not be sharded.
@@ -153,10 +156,10 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
 
 
 def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
-    """Split a segment into a concatenation of two at entry `entry`; return whether that is possible.
+    """Split a segment, which is a product of factors, into a concatenation of two segments at entry `entry`.
 
-    It is possible if the entry is a multiple of the size of the inner factors. Otherwise sharding of the segment's
-    factors is forbidden.
+    Return whether that is possible: the entry must be a multiple of the size of the inner factors. If it is not,
+    sharding of the segment's factors is forbidden.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -168,7 +171,7 @@ def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
 
 
 def find_segment_bounds(axis: Axis) -> list[int]:
-    """Find the bounds of the segments of an axis: the first entry of each segment, and the size of the axis."""
+    """Find the bounds of the segments (concatenated parts) of an axis: their first entries, then the axis size."""
     at = [0]
     for product in list_segments(axis):
         at.append(at[-1] + compute_product_size(product))
@@ -176,7 +179,10 @@ def find_segment_bounds(axis: Axis) -> list[int]:
 
 
 def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
-    """Split an axis so that a segment begins at each of the given entries; return False if a split is impossible."""
+    """Split an axis into segments (parts of a concatenation) so that one begins at each of the given entries.
+
+    Return False if a split is impossible.
+    """
     for point in first_entries:
         found = _find_segment_across_entry(axis, point)
         if found is not None and not split_segment_before_entry(*found):
@@ -185,7 +191,7 @@ def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
 
 
 def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
-    """Find the segment that has entries both before and after `entry`; return it with the offset of `entry` in it.
+    """Find the segment that has entries both before and after `entry`, with the offset of `entry` in it.
 
     The result is None if a segment begins at `entry`.
     """
@@ -221,7 +227,7 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Find the factors that occur in two of these axes, or twice in one product.
+    """Find the factors (shardable indices) that occur in two of these axes, or twice in one product.
 
     In ``W Wᵀ`` the rows of ``W`` are in both axes.
     """
@@ -238,7 +244,7 @@ def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Fac
 
 
 def make_axis(size: int, blocked: bool = False) -> Axis:
-    """Make an axis of one segment with one new factor of this size.
+    """Make an axis with a single new factor (shardable index) of `size` entries.
 
     Args:
         size: The number of entries.
@@ -248,10 +254,10 @@ def make_axis(size: int, blocked: bool = False) -> Axis:
 
 
 def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
-    """Multiply axes into one axis, outer first: its segments are products of the factors of all axes.
+    """Multiply axes into one axis, outer first, as a reshape of several axes to one does.
 
-    The result is None if an inner axis has several segments, because a product of factors cannot express a
-    concatenation inside another index.
+    The result is None if an inner axis is a concatenation, which a product of factors cannot express inside another
+    index.
     """
     wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:

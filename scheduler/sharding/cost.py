@@ -20,6 +20,8 @@ from .propagation import LayoutConversion, ShardingAssignment
 class AssignmentCost:
     """Estimates the time of one run over equal devices, for any number of sharding assignments of one graph.
 
+    A sharding assignment gives each value its layout over the devices.
+
     Args:
         graph: The graph.
         device_count: The number of devices.
@@ -41,9 +43,9 @@ class AssignmentCost:
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
     def estimate_run_time(self, assignment: ShardingAssignment) -> Estimate:
-        """Estimate the time of one run: the kernels of the busiest device and all collectives.
+        """Estimate the time of one run: the kernels of the busiest device and all collectives, one after the other.
 
-        If one all-reduce of an earlier value costs no more than several of later values, it is counted instead of them.
+        A partial sum may be reduced early: one all-reduce then replaces several later ones, if it costs no more.
         """
         times, compute = (
             self.node_multiplicity,
@@ -62,7 +64,7 @@ class AssignmentCost:
         return Estimate(compute, seconds, count)
 
     def _estimate_conversion_seconds_of_all_layers(self, conversion: LayoutConversion) -> float:
-        """Estimate the seconds of a conversion's collective, summed over the layers for which its node stands."""
+        """Estimate the seconds of a layout conversion's collective in all layers for which its node stands."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:

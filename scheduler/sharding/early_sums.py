@@ -82,7 +82,7 @@ def _choose_partial_sums_to_reduce_early(
 def _find_next_values_on_paths_to_sums(
     assignment: ShardingAssignment, sums: Iterable[Value]
 ) -> dict[Value, list[Value]]:
-    """Find for each partial sum the next partial sums computed from it, if they lead to one of `sums`."""
+    """Map each partial sum to the partial sums that are directly computed from it, on paths to one of `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:

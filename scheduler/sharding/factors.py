@@ -116,11 +116,11 @@ class Factors:
         return self._final_segments[value]
 
     def factors_of(self, value: Value) -> frozenset[Factor]:
-        """Return all factors that occur in an axis of a value."""
+        """Return all factors (shardable indices) that occur in an axis of a value."""
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return the roles of a node's factors: which are coupled, contracted or indexed."""
+        """Return the roles of a node's factors: coupled (may not be sharded), contracted (summed over) or row index."""
         return self._factor_roles[node]
 
     def describe_factor(self, factor: Factor) -> str:
@@ -130,7 +130,7 @@ class Factors:
     # ----------------------------------------------------------------------------------------------- building
 
     def _create_leaf_axes(self, node: Node) -> None:
-        """Create the axes of a leaf, with one factor for each axis.
+        """Create the axes of a weight, state, input or constant, with one new factor for each axis.
 
         The last axis of a quantised leaf is a product of two factors: the blocks, and the entries of a block. The
         second is never sharded.
@@ -142,9 +142,9 @@ class Factors:
         self._axes[node.results[0]] = tuple(axes)
 
     def _unify_axes_by_signature(self, node: Node, declared: Op[Any]) -> None:
-        """Unify the operand axes with equal names in the op's signature, and create the axes of the results.
+        """Give operand axes with equal names in the op's signature equal factors, and create the axes of the results.
 
-        Unified axes have the same factors, so a plan shards them alike.
+        Factors are shardable indices, so a plan shards unified axes alike.
         """
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
@@ -357,7 +357,7 @@ class Factors:
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
     def _forbid_sharding_of_split_inner_factors(self) -> None:
-        """Forbid sharding of factors that are a concatenation, but are not the outermost factor of every product."""
+        """Forbid sharding of factors that were split into a concatenation and are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
                 for product in list_segments(axis):
@@ -371,7 +371,7 @@ def _compute_factor_roles(
     index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
-    """Compute the roles of a node's factors from the roles of its axes.
+    """Compute the roles of a node's factors (coupled, contracted or indexed) from the roles of its axes.
 
     Args:
         axes_with_role: Each axis of the operands with its role in the signature.

@@ -41,7 +41,8 @@ StageGroups = Sequence[Sequence[int]]
 class PipelineStage:
     """One stage of a pipeline: its graph, with inputs from earlier stages and outputs for later stages.
 
-    `input_values` and `output_values` map the names of these inputs and outputs to values of the whole graph.
+    - `input_values` maps the names of these inputs to values of the whole graph.
+    - `output_values` maps the names of these outputs to values of the whole graph.
     """
 
     graph: Graph
@@ -318,9 +319,9 @@ class _HybridPartitioner:
                         self.next_sequence_number += 1
 
     def _join_leaf_layouts(self, leaf: Node) -> Layout | None:
-        """Join the layouts that a leaf has in the stages to one layout over all devices.
+        """Join the layouts that a weight or state has in the pipeline stages to one layout over all devices.
 
-        The result is None if the stages shard the leaf along different axes.
+        The result is None if the stages shard it along different axes.
         """
         if leaf.op not in ("weight", "state"):
             return REPLICATE
@@ -399,7 +400,7 @@ class _HybridPartitioner:
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Derive the layout of a leaf within one device group from its layout over all devices."""
+    """Derive the layout of a weight or state within one device group from its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
@@ -431,7 +432,7 @@ def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups
 
 
 def _is_stored_in_group(layout: Layout, group: Sequence[int]) -> bool:
-    """Return whether a device group stores any entry of a leaf with this layout."""
+    """Return whether a device group stores any part of a weight or state with this layout."""
     if isinstance(layout, Shard):
         return any(layout.index_ranges[d] for d in group)
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(group).isdisjoint(layout.devices))

@@ -25,10 +25,10 @@ NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 
 
 def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Container[Node] = ()) -> Placement:
-    """Split a graph into consecutive nodes for each device, by proportions of the stored bytes; return the placement.
+    """Split a graph into consecutive nodes for each device, in proportion to the stored bytes.
 
-    The placement is the device of each node. Stored bytes are the bytes of weights and states. Each counts for the
-    first node that reads it.
+    The result is the device of each node. Stored bytes are the bytes of weights and states. Each counts for the first
+    node that reads it.
 
     Args:
         graph: The graph to split.
@@ -42,9 +42,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Compute the proportions of stored bytes with which `split_layers` gives all devices equal compute times.
-
-    The times are predicted.
+    """Compute the proportions of stored bytes with which `split_layers` gives all devices equal predicted times.
 
     Args:
         graph: The graph to split.
@@ -82,9 +80,9 @@ def _split_nodes_by_load(
 ) -> Placement:
     """Split consecutive nodes over devices so that each device has about its proportion of the load.
 
-    1. Each boundary between two devices has an ideal load before it.
-    2. Points near the ideal are considered: the load differs by at most half the smaller share of the two devices.
-    3. Among these points, the one with the fewest crossing bytes is taken.
+    1. For each boundary between two devices, compute the ideal load before it.
+    2. Consider the points near the ideal: the load differs by at most half the smaller share of the two devices.
+    3. Choose the point among them with the fewest bytes that cross it.
 
     Args:
         graph: The graph to split.

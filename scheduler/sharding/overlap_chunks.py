@@ -328,9 +328,9 @@ class _ChunkedGraph:
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Find the nodes to compute in chunks: the first ones around sums, then per-token readers of chunked values.
+        """Find the nodes to compute in token chunks: the first ones before sums, then readers of chunked values.
 
-        Slices of sharded tokens that chunked nodes read are included.
+        A reader must treat each token separately. Slices of sharded tokens that chunked nodes read are included.
         """
         first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
@@ -391,7 +391,7 @@ class _ChunkedGraph:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Return a chunk of a value: a computed chunk, or else a slice of the whole value.
+        """Return a token chunk of a value: a computed chunk, or else a slice of the whole value.
 
         A value without tokens is returned whole.
         """
@@ -404,7 +404,7 @@ class _ChunkedGraph:
         return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
     def _join_chunks(self, value: Value) -> Value:
-        """Return a whole value: the computed one, or else its chunks, concatenated in pairs."""
+        """Return a whole value: the computed one, or else its token chunks, concatenated in pairs."""
         if value not in self.whole_values:
             parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies

@@ -80,7 +80,7 @@ def partition_graph(
 
 
 def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
-    """Choose the layout in which an output ends: a partial sum becomes whole, any other layout stays."""
+    """Choose the layout of an output at the end of a run: whole for a partial sum, otherwise its produced layout."""
     return REPLICATE if layout.is_partial else layout
 
 
@@ -217,7 +217,7 @@ class _LayoutTable:
         return _DeviceIndependentNode(declared, declared.normalise_attributes(node.attrs), reads)
 
     def compute_shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
-        """Compute the shape of a value's part on a device."""
+        """Compute the shape of the part of a value that a device has."""
         if form not in self._cached_shapes:
             layout = self.compute_layout_of_value(form.value, form.layout)
             self._cached_shapes[form] = tuple(
@@ -226,7 +226,7 @@ class _LayoutTable:
         return self._cached_shapes[form][device]
 
     def compute_layout_of_value(self, value: Value, factor_layout: FactorLayout) -> Layout:
-        """Compute the index ranges of each device in a value from its factor layout."""
+        """Compute the layout of a value, with the index ranges of each device, from its layout in terms of factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
         if isinstance(factor_layout, FixedShard):
@@ -258,7 +258,7 @@ class _DeviceEmitter:
         self.collective_values: list[Value] = []
 
     def emit_graph(self, graph: Graph, output_layouts: Mapping[str, FactorLayout]) -> Graph:
-        """Emit the graph of the device.
+        """Emit the graph of the device: the nodes that it computes, on its parts of the values, and its collectives.
 
         Args:
             graph: The graph of the user.
@@ -324,7 +324,7 @@ class _DeviceEmitter:
                 )
 
     def _emit_local_leaf(self, node: Node) -> Value:
-        """Emit a leaf with the shape of the part that the device stores."""
+        """Emit a weight, state, input or constant with the shape of the part that the device stores."""
         value = node.results[0]
         shape = self.layouts.compute_shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]

@@ -32,9 +32,12 @@ OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 
 @subroutine
 def wait_for_all_devices(board, participants, timeout_ns):
-    """Wait until all devices have arrived at the barrier, at most `timeout_ns` nanoseconds.
+    """Wait until all devices have arrived at the barrier; return 0 or the status of the failure.
 
-    Return 0 or the status of the failure.
+    Args:
+        board: address of the shared memory of all devices.
+        participants: count of devices.
+        timeout_ns: the time limit in nanoseconds.
     """
     arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
@@ -59,6 +62,15 @@ def publish_addresses_and_wait(board, rank, devices, source, target, number, tim
     """Write the operand and result addresses of this device to shared memory, and wait until all devices did so.
 
     Return 0 or the status of the failure.
+
+    Args:
+        board: address of the shared memory of all devices.
+        rank: number of this device.
+        devices: count of devices.
+        source: address of the operand.
+        target: address of the result.
+        number: sequence number of the collective.
+        timeout_ns: the time limit in nanoseconds.
     """
     mine = board + SLOTS_OFFSET + rank * SLOT_BYTES
     store_long(mine, source)
@@ -73,7 +85,14 @@ def publish_addresses_and_wait(board, rank, devices, source, target, number, tim
 
 @subroutine
 def wait_until_memory_released(board, rank, devices, timeout_ns):
-    """Wait until no device reads or writes the memory of another device; return 0 or the status of the failure."""
+    """Wait until no device reads or writes the memory of another device; return 0 or the status of the failure.
+
+    Args:
+        board: address of the shared memory of all devices.
+        rank: number of this device.
+        devices: count of devices.
+        timeout_ns: the time limit in nanoseconds.
+    """
     status = wait_for_all_devices(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
@@ -84,7 +103,11 @@ def wait_until_memory_released(board, rank, devices, timeout_ns):
 def sum_lanes_over_devices(board, devices, at, left):
     """Return the sums over all devices of up to 16 adjacent operand elements.
 
-    They begin `at` bytes after the start of each operand; `left` elements exist.
+    Args:
+        board: address of the shared memory of all devices.
+        devices: count of devices.
+        at: byte offset of the elements in each operand.
+        left: elements from there to the end of the operand.
     """
     total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):

@@ -92,7 +92,7 @@ class FactorSearch:
 
 
 class _GraphSearch:
-    """The factor search over one graph; it keeps the layouts that it derived for each set of factors."""
+    """The factor search over one graph; it keeps the layouts that it derived for each set of sharded factors."""
 
     def __init__(self, graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int]) -> None:
         self.graph, self.factors, self.node_multiplicity = graph, factors, node_multiplicity
@@ -155,7 +155,7 @@ class _GraphSearch:
     def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors one after another, the best first, while that pays; explain each in `notes`."""
+        """Add groups of factors one after another, the best first, until none saves enough; explain each in `notes`."""
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
@@ -341,7 +341,7 @@ def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, i
 
 
 def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]) -> Value | None:
-    """Find a weight or state that the chosen factors would shard along two axes, or return None."""
+    """Find a weight or state that the chosen factors would shard along two axes, which is impossible; else None."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = node.results[0]

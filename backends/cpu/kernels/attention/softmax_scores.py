@@ -94,9 +94,15 @@ def max_or_second(x, y):
 
 @subroutine
 def apply_cap_and_mask(x, mask, cap, slope):
-    """Compute 16 final scores from scaled products `x`: ``slope * mask + cap * tanh(x)``, or ``slope * mask + x``.
+    """Compute 16 final scores from scaled products, with the mask and the soft cap.
 
-    The second formula holds without a soft cap. `slope` is the ALiBi slope of the head.
+    The score is ``slope * mask + cap * tanh(x)``, or ``slope * mask + x`` without a soft cap.
+
+    Args:
+        x: vector of products of a query with 16 keys, times the scale.
+        mask: vector of mask values.
+        cap: the soft cap, or 0.
+        slope: the ALiBi slope of the head.
     """
     if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
@@ -105,13 +111,13 @@ def apply_cap_and_mask(x, mask, cap, slope):
 
 @subroutine
 def load_sink_score(head):
-    """Load the sink score of a head, in units of log2(e)."""
+    """Load the score of the attention sink of a head, multiplied by log2(e)."""
     return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
 
 
 @subroutine
 def load_mask_lanes(mask, s, keys):
-    """Load the mask of 16 keys from key `s` on, -inf past the last key."""
+    """Load the mask values of 16 keys from key `s` on; keys from number `keys` on get -inf."""
     if keys - s >= LANES:
         return load(mask + 4 * s)
     return load_first_lanes_or(mask + 4 * s, keys - s, splat(MINUS_INFINITY))
@@ -143,7 +149,15 @@ def find_end_of_visible_keys(mask, keys):
 
 @subroutine
 def find_visible_key_range(heads, shared, tokens, step, keys):
-    """Find the range of keys that at least one token sees in at least one head of a group."""
+    """Find the range of keys that at least one token sees in at least one head of a group.
+
+    Args:
+        heads: address of the first head in the head table.
+        shared: heads of the group.
+        tokens: count of tokens.
+        step: bytes from token to token of a mask.
+        keys: count of keys.
+    """
     low, high, known = keys, 0, 0
     for h in range(shared):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)

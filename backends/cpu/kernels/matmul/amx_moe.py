@@ -61,7 +61,16 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 
 @subroutine
 def gather_activation_rows_of_slots(a, mine, chunk, stop):
-    """Copy the activation rows of the sorted slots `chunk` to `stop` to adjacent tiles in the scratch of the thread."""
+    """Copy the activation rows of some expert slots, which are scattered in memory, to adjacent AMX tiles.
+
+    A slot is a pair of a token and one of its experts.
+
+    Args:
+        a: the kernel arguments.
+        mine: address of the thread's scratch, which receives the tiles.
+        chunk: number of the first slot, in the order of experts.
+        stop: number after the last slot.
+    """
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
@@ -79,9 +88,17 @@ def gather_activation_rows_of_slots(a, mine, chunk, stop):
 
 @subroutine
 def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
-    """Write the results of the sorted slots `chunk` to `stop` to the rows of their slots, quantised and as float32.
+    """Write the results of some expert slots to the rows of their slots, quantised and as float32.
 
-    It writes `count` columns from column `first` on. float32 is written only if `step` is not 0.
+    A slot is a pair of a token and one of its experts. float32 is written only if `step` is not 0.
+
+    Args:
+        a: the kernel arguments.
+        mine: address of the thread's scratch, which has the results.
+        chunk: number of the first slot, in the order of experts.
+        stop: number after the last slot.
+        first: first column of the results.
+        count: count of columns.
     """
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
     results = mine + RESULTS_OFFSET

@@ -87,9 +87,15 @@ def compute_delta_net_scratch_bytes(size):
 
 @subroutine
 def transpose_row_block(source, step, to, pace, rows, columns):
-    """Transpose `rows` rows of `columns` float32 from `source` to `to`.
+    """Transpose a block of float32 rows in memory.
 
-    Source rows are `step` bytes apart, result rows are `pace` bytes apart.
+    Args:
+        source: address of the rows.
+        step: bytes from row to row.
+        to: address of the transposed rows.
+        pace: bytes from row to row of the result.
+        rows: count of source rows.
+        columns: count of source columns.
     """
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):

@@ -148,9 +148,18 @@ def copy_float_vectors(x, y, n):
 
 @subroutine
 def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
-    """Convolve tokens `first` to `last` of 16 channels with four taps, and apply SiLU.
+    """Convolve some tokens of 16 channels with four taps, and apply SiLU.
 
-    `old` has the three rows before the first token, `size` numbers apart. Afterwards it has the last three rows.
+    Args:
+        x: address of the first token's input.
+        step: bytes from token to token of the input.
+        y: address of the first token's result.
+        pace: bytes from token to token of the result.
+        first: number of the first token.
+        last: number after the last token.
+        w: address of the taps of the channels.
+        old: address of the three rows before the first token; afterwards it has the last three rows.
+        size: float32 from row to row of `old`.
     """
     w0, w1, w2, w3 = load(w), load(w + 4 * LANES), load(w + 8 * LANES), load(w + 12 * LANES)
     k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
@@ -176,7 +185,16 @@ def load_row_id(ids, nbytes, i):
 def save_and_update_state_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
     """Copy the three state rows of a head to `saved_state` and `old`, then overwrite them by the rows that `ids` names.
 
-    Ids 0 to 2 are old state rows, larger ids are rows of `x`.
+    Args:
+        state: address of the state rows.
+        saved_state: address of the saved rows.
+        old: address of the thread's copy.
+        ids: address of three row ids; 0 to 2 are old state rows, larger ids are rows of `x`.
+        nbytes: bytes of an id, 4 or 8.
+        x: address of the new rows.
+        step: bytes from row to row of `x`.
+        channels: float32 of a state row.
+        size: float32 of the head.
     """
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
