@@ -125,7 +125,7 @@ class Candidate:
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
     def with_built_plan(self, scorer: PlanScorer) -> Candidate:
-        """Build the candidate's plan; return the candidate with the plan, and with the plan's seconds and bytes."""
+        """Build the plan of the candidate; return the candidate with this plan, and with its seconds and bytes."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
         memory = plan.memory()

@@ -112,7 +112,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return mode(self)
 
     def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
-        """Build the plan with the weight and state layouts of an earlier plan.
+        """Build the plan in which weights and states have the layouts of an earlier plan.
 
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.

@@ -243,7 +243,7 @@ class _HybridPartitioner:
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
     def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
-        """Partition one stage over its device group, and return the graphs of these devices."""
+        """Partition one pipeline stage over its device group; return the graph of each device of the group."""
         graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
         chosen = factors_from_positions(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)

@@ -205,7 +205,7 @@ class LayoutPropagation:
         return self.assignment
 
     def _assign_node_layouts(self, node: Node) -> None:
-        """Assign the layouts of a leaf, or of the operands and results of a node that computes."""
+        """Assign the layouts of one node: of its result for a leaf, otherwise of its operands and results."""
         if node.is_leaf:
             self._assign_leaf_layout(node)
         else:

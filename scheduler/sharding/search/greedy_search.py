@@ -40,8 +40,9 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 class FactorChoice:
     """The chosen factors to shard, the considered alternatives as text, and predictions for one run.
 
-    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without sharding.
-    `stored_bytes` counts weights and states on each device.
+    - `seconds` is the time of a run, and `communication_seconds` the part of it for collectives.
+    - `unsharded_seconds` is the time without sharding.
+    - `stored_bytes` counts weights and states on each device.
     """
 
     factors: frozenset[Factor]
@@ -119,7 +120,7 @@ class _GraphSearch:
         return self._assignments[chosen_factors]
 
     def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
-        """Choose the set of factors of this graph with the least predicted time, as `FactorSearch.choose_factors`."""
+        """Choose the factors of this graph with the least predicted time, with the arguments of `FactorSearch`."""
         costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]

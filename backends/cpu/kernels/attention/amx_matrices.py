@@ -122,7 +122,7 @@ def _make_append_matmul_step(i: int, j: int, is_first: bool, is_last: bool) -> S
 
 
 def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Chain two subroutines that append steps: `before`, then `after`."""
+    """Make the subroutine that appends the AMX steps of `before`, then the AMX steps of `after`."""
 
     def append_both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)

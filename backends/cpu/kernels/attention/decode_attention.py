@@ -337,7 +337,7 @@ def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
 
 
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
+    """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_value_operations(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
@@ -438,7 +438,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
 @kernel
 def merge_partial_results(a, thread, threads):
-    """Merge the partial results of every group of heads and write the attention results."""
+    """Merge the partial results of all groups of heads if threads have split the keys; write the attention results."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
         merge_partial_results_of_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))

@@ -280,7 +280,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_copy_tile_rows(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that copies tile rows to zero-padded float32: ``(source, step, rows, size, to, wide)``."""
+    """Make the subroutine ``(source, step, rows, size, to, wide)`` that copies tile rows to zero-padded float32."""
     load_first = cells.load_first
 
     def copy_tile_rows(source, step, rows, size, to, wide):

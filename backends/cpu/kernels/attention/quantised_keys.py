@@ -59,7 +59,8 @@ def compute_transposed_keys_bytes(size: int) -> int:
 def make_quantise_query(dtype: DType) -> Subroutine:
     """Make the subroutine that quantises a query to 8-bit blocks with float32 scales, for keys of `dtype`.
 
-    The subroutine is ``(query, size, to)``.
+    The subroutine is ``(query, size, to)``: the address of the query, its number of elements, and the address of the
+    result.
     """
     code_offset = CODE_OFFSETS[dtype]
 
@@ -103,7 +104,7 @@ def make_transpose_16_keys(dtype: DType) -> Subroutine:
 
 @subroutine
 def dot_query_with_16_keys(query, keys, size):
-    """Return the 16 dot products of a quantised query and 16 transposed keys.
+    """Return the 16 dot products of a quantised query and 16 transposed keys of `size` elements, with b for blocks.
 
     ``x[k] = sum over b of query_scale[b] * key_scale[b, k] * (q[b] . key[b, k] + correction[b])``.
     """

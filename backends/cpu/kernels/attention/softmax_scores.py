@@ -59,9 +59,10 @@ ROUNDING_CONSTANT = 12582912.0
 
 @subroutine
 def exp2(x):
-    """Return ``2**x`` for x <= 0 with a relative error below 2e-7: 0 for x <= -127, NaN for NaN.
+    """Return ``2**x`` for x <= 0 with a relative error below 2e-7; 0 for x <= -127, NaN for NaN.
 
-    A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
+    The power of the fraction of x is a polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part of x is
+    added to the exponent.
     """
     clamped = where_less(x, splat(-127.0), splat(-127.0), x)
     n = add(clamped, splat(ROUNDING_CONSTANT))
@@ -88,7 +89,7 @@ def round_up(n, step):
 
 @subroutine
 def max_or_second(x, y):
-    """Return the larger of x and y in each lane; where x or y is NaN, return y."""
+    """Return the larger of x and y in each lane, and y where one of them is NaN."""
     return where_less(y, x, x, y)
 
 
@@ -131,7 +132,7 @@ def find_visible_key_bits(mask):
 
 @subroutine
 def find_first_visible_key(mask, keys):
-    """Find the first visible key of a mask row, rounded down to a multiple of 16."""
+    """Find the number of the first visible key in a mask row of `keys` keys, rounded down to a multiple of 16."""
     s = 0
     while s < keys and find_visible_key_bits(load_mask_lanes(mask, s, keys)) == 0:
         s += LANES

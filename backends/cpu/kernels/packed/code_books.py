@@ -269,8 +269,8 @@ class CodeBookLoaders:
     """Loaders of weight codes that are stored as indices into a code book.
 
     Attributes:
-        load_one_block: ``(p, h) -> codes``, the codes of 32 columns at `p`.
-        load_two_blocks: ``(p, q) -> codes``, the codes at `p` and at `q`. Each part of the book is loaded once.
+        load_one_block: ``(p, h) -> codes`` loads the codes of 32 columns at `p`; `h` is not used.
+        load_two_blocks: ``(p, q) -> codes`` loads the codes at `p` and at `q`. Each part of the book is loaded once.
     """
 
     load_one_block: Intrinsic

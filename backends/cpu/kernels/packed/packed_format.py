@@ -26,6 +26,8 @@ MAX_UNEXPANDED_ROWS, MAX_UNEXPANDED_ROWS_OF_SLOW_CODES = 16, 8
 class PackedFormat:
     """The packed layout of one quantised weight type, with the subroutines that pack and load it.
 
+    A group is 16 rows, one lane each. A block is 32 columns of a group. A plane stores some bits of each code.
+
     Attributes:
         dtype: The quantised type.
         plane_bytes: Bytes of 32 columns of a group in the first and in the second plane of codes.

@@ -118,7 +118,14 @@ choose_book_scale = make_scale_choice(round_to_code_book)
 
 @subroutine
 def write_indices(x, scale, table, to):
-    """Quantise 32 numbers at `x`: write the index of the nearest code-book value times `scale` as one byte each."""
+    """Quantise 32 numbers: write the index of the nearest code-book value as one byte each.
+
+    Args:
+        x: address of the numbers.
+        scale: scale of the code-book values.
+        table: address of the lookup table of the code book (`make_cell_table`).
+        to: address for the indices.
+    """
     inverse = splat(find_inverse(scale))
     for i in range(0, BLOCK, LANES):
         index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
@@ -127,7 +134,13 @@ def write_indices(x, scale, table, to):
 
 @subroutine
 def search_iq4_scale(x, w, table):
-    """Return the scale of 32 numbers with the smallest weighted squared error for the code book of IQ4_NL."""
+    """Return the scale with which the code book of IQ4_NL fits 32 numbers with the smallest weighted squared error.
+
+    Args:
+        x: address of the numbers.
+        w: address of the weights of their squared errors.
+        table: address of `make_iq4_table`.
+    """
     spread = spread_two_sides(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
@@ -219,9 +232,9 @@ def quantise_mxfp4(a, thread, threads):
 
 @subroutine
 def write_trits(x, to):
-    """Quantise 256 numbers to ternary codes (0, 1 and 2 mean -1, 0 and 1) and return their scale.
+    """Quantise 256 numbers at `x` to ternary codes at `to`, and return their scale, the largest magnitude.
 
-    The scale is the largest magnitude.
+    The codes 0, 1 and 2 mean -1, 0 and 1.
     """
     top = zeros()
     for i in range(0, SUPER_BLOCK, LANES):

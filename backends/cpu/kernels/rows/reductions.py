@@ -109,9 +109,9 @@ def make_row_reduction_kernel(kind: str) -> Kernel:
 
 @cache
 def make_row_accumulation_kernel(kind: str) -> Kernel:
-    """Make the kernel of running reductions along each row (such as a cumulative sum): ``y[c] = x[0] op ... op x[c]``.
+    """Make the kernel that computes running reductions of each row, such as a cumulative sum.
 
-    `kind` names the operation.
+    ``y[c] = x[0] op ... op x[c]``, in which `kind` names the operation.
     """
     join, _, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)

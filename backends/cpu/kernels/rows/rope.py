@@ -73,10 +73,10 @@ def compute_cos_and_sin_tables(a, thread, threads):
 
 @cache
 def make_rotate_row_pairs(neighbours: bool) -> Subroutine:
-    """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
+    """Make the subroutine ``(x, y, offset, pairs, cosines, sines)`` that rotates the pairs of a row by RoPE.
 
-    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. The subroutine is
-    ``(x, y, offset, pairs, cosines, sines)``. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
+    For each pair (l, h): ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is two adjacent
+    elements (`neighbours`), or elements `pairs` apart, from element `offset` on.
     """
 
     def body(x, y, offset, pairs, cosines, sines):
