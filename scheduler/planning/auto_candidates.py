@@ -1,4 +1,4 @@
-"""The candidates of split mode `auto`: tensor parallelism, a layer split, both, or independent branches.
+"""The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices.
 
 A candidate is one way to plan on a number of devices. The plan of one device is built first. All other candidates begin
 with an estimate of their time. `auto` builds the plan of a candidate only while its estimate is the best.

@@ -1,4 +1,4 @@
-"""Clusters: sets of nodes that are kept on one device, because separate devices would not make a run faster.
+"""Clusters of nodes that gain nothing from separate devices.
 
 Other clusters read only one node of a cluster, its exit. So no path leaves a cluster and returns to it, and a device
 can execute one cluster after the other.

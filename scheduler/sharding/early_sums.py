@@ -1,4 +1,4 @@
-"""Early sums: one all-reduce of a partial sum, in place of one for each value that is computed from it.
+"""Early sums: one all-reduce for a partial sum, in place of one for each of several values that are computed from it.
 
 In a partial sum, each device has only some of the terms. It passes unsummed through views and other linear ops, until a
 reader needs all terms. Then an all-reduce completes it. Three slices of a partial sum would need three all-reduces. One

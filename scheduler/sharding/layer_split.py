@@ -1,4 +1,4 @@
-"""The layer split: each node runs on one device, and messages carry the values that another device reads.
+"""The layer split: whole nodes on devices, and messages for the values that another device reads.
 
 Each device should store its share of the weights. Near each ideal split point, the point with the fewest crossing bytes
 is taken. It is between layers, where one activation crosses; inside a layer, KV caches would cross. Names of layers are

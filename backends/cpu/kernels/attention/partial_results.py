@@ -1,4 +1,4 @@
-"""Partial results of attention: one row (a head of a token) and some of its keys. They are merged in the order of keys.
+"""Partial results of attention: of a row and some of the keys. They are merged in the order of the keys.
 
 A partial result has the highest score, then the sum of weights, then the weighted values from `PARTIAL_VALUES_OFFSET`
 on. A weight is 2 to the power of a score minus the highest score.

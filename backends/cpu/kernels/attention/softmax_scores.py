@@ -1,4 +1,4 @@
-"""Common parts of the attention kernels: their arguments, visible keys, the end of a score, and powers of two.
+"""Common parts of the attention kernels: their words, visible keys, the end of a score, and powers of two.
 
 Scores are in units of log2(e), so that their exponentials are powers of two. Scale, cap, slopes and sinks are
 multiplied by log2(e).
