@@ -24,9 +24,9 @@ from .axes import Factor, compute_product_size
 def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Compute the entries of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
+    """Compute the entries of an axis that belong to the indices `first_index` to `end_index` of a factor.
 
-    Segments without the factor are whole.
+    Segments (concatenated parts of the axis) without the factor are whole.
 
     Args:
         axis: The segments of the axis.
@@ -69,7 +69,7 @@ def factor_ranges_from_layout(
     factor: Factor,
     ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Derive the indices of a factor that each device has from the entries of the axis that it has.
+    """Derive the indices of a factor on each device from the entries of an axis on each device.
 
     This is the inverse of `compute_axis_ranges_of_factor`.
 
@@ -108,10 +108,10 @@ A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks.""
 
 
 class ShardRanges:
-    """The indices of each factor on each device, divided in given proportions by the largest remainder method.
+    """The indices of each factor (shardable index of the graph) on each device, divided in given proportions.
 
-    A device that loses by rounding in one factor gains in a later factor of equal size. So over many layers each device
-    gets its proportion. The ranges of a factor are computed once.
+    Rounding follows the largest remainder method. A device that loses by rounding in one factor gains in a later factor
+    of equal size. So over many layers each device gets its proportion. The ranges of a factor are computed once.
     """
 
     def __init__(self, proportions: Sequence[float]) -> None:

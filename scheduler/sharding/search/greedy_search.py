@@ -56,7 +56,8 @@ class FactorChoice:
 class FactorSearch:
     """The search for the best set of factors (shardable indices) of one graph, for any number of devices.
 
-    Of equal layers only two are scored. The layouts of a set of factors are derived once for all numbers of devices.
+    Of a sequence of equal layers only two are scored. The layouts for a set of factors do not depend on the number of
+    devices, so they are derived once.
     """
 
     def __init__(self, graph: Graph, factors: Factors) -> None:

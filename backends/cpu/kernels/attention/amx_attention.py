@@ -257,10 +257,7 @@ def apply_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
 
 @subroutine
 def compute_max_scores(scores, n, x, y):
-    """Return the maximal score of each of 32 tokens over `n` keys; `x` and `y` are the maxima so far of 16 tokens each.
-
-    Four independent chains of maxima hide the latency.
-    """
+    """Return the maximal score of each of 32 tokens over `n` keys and the maxima so far; 4 chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
@@ -339,7 +336,10 @@ def _make_compute_job_weights() -> Subroutine:
 
 
 def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
-    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2."""
+    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2.
+
+    A job is the attention of 32 tokens of one head to a tile of keys.
+    """
     run_steps, begin_steps, compute_weights = make_run_amx_steps(), make_begin_amx_step(), _make_compute_job_weights()
     list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 

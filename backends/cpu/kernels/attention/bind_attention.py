@@ -40,7 +40,7 @@ def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray
 
     Args:
         x: The operand; its index along all other axes is 0.
-        axes: Pairs of an axis and its indices. Indices wrap around at the size of their axis.
+        axes: Pairs (axis, indices). Indices wrap around at the size of their axis.
     """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
@@ -120,7 +120,8 @@ def _float_attribute(call: BoundInstruction, name: str) -> float:
 def _choose_heads_per_unit(shared: int) -> int:
     """Choose the number of query heads that one work unit computes together; they read the same key head.
 
-    `shared` is the number of query heads for each key head.
+    Args:
+        shared: The number of query heads for each key head.
     """
     return max(n for n in range(1, MAX_HEADS_PER_UNIT + 1) if shared % n == 0)
 

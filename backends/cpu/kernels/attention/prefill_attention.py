@@ -98,10 +98,10 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @subroutine
 def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """Copy rows times a factor to dense rows, padded in both directions: ``to[r, c] = factor * source[r, c]``.
+    """Multiply rows by a factor and copy them to dense rows, padded in both directions.
 
-    The source has `rows` rows of `size` numbers. The result has `count` rows of `wide` numbers. Numbers that the source
-    lacks become ``factor * otherwise``.
+    The source has `rows` rows of `size` numbers, `step` bytes apart. The result has `count` rows of `wide` numbers.
+    Missing numbers become ``factor * otherwise``.
     """
     for r in range(count):
         for c in range(0, wide, LANES):

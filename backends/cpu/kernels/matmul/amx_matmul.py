@@ -194,8 +194,12 @@ ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets"
 def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
     """Make the AMX kernel of a matmul of many rows: ``y[i] = w @ x[i]`` for `count` rows.
 
-    Kernel arguments in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step`
-    from row to row of y. Each thread has `SCRATCH_BYTES`.
+    Kernel arguments in bytes:
+
+    - `pitch`: 32 rows of activation tiles,
+    - `stride`: a weight row,
+    - `step`: from row to row of y,
+    - `scratch`: `SCRATCH_BYTES` for each thread.
     """
     multiply_matrices, configure = (
         make_multiply_rows_by_amx(weight, make_store_amx_sums(), 2),

@@ -223,7 +223,7 @@ def make_single_weight_amx_moe_kernel(weight: AmxWeightType) -> Kernel:
 
 
 def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of an MoE matmul of many rows by AMX tiles."""
+    """Add the steps of an MoE matmul of many rows by AMX tiles: convert the activations to tiles, then multiply."""
     w, y = call.operand(0), call.out
     second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
     add_amx_moe_matmul_step(
@@ -249,10 +249,10 @@ def add_amx_moe_matmul_step(
     Args:
         steps: The steps of the program.
         kernel: The result of `make_amx_moe_matmul_kernel`.
-        products: One matmul, or gate and up.
-        weight_addresses: Addresses of two weights, or of a weight and its second group.
-        slots: The slots by expert.
-        to: The destination of the result rows.
+        products: One matmul, or the gate and the up matmul.
+        weight_addresses: Addresses of two weights, or of a weight and its second group of rows.
+        slots: The pairs of a token and one of its experts, sorted by expert.
+        to: The memory of the result rows.
     """
     w, x = products[0].operand(0), products[0].operand(1)
     is_shared = is_matmul_shared_by_threads(steps, products[0])

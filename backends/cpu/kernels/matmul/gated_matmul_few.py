@@ -114,7 +114,7 @@ class GatedMatmul:
         instruction_numbers: The instructions of the matmuls and of the unit.
         matmuls: The matmuls.
         unit: The gated unit.
-        unit_kind: A key of `GATED`.
+        unit_kind: The gated unit, as a key of `GATED`.
         weight_addresses: Addresses of the weight rows of the gate and of its other operand.
     """
 

@@ -78,13 +78,19 @@ def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def sort_slots_by_expert(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
-    """Return the slots of an MoE matmul, sorted by expert; add the step that sorts them unless an earlier step did."""
+    """Return the slots (pairs of a token and an expert) of an MoE matmul, sorted by expert.
+
+    The step that sorts them is added unless an earlier step did.
+    """
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
     return ExpertSlots(_find_or_add_sorted_slots(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
 def _find_or_add_sorted_slots(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
-    """Return the memory with the slots sorted by expert; add the step that sorts them unless an earlier step did."""
+    """Return the memory with the slots (pairs of a token and an expert) sorted by expert.
+
+    The step that sorts them is added unless an earlier step did.
+    """
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (sorted_before := steps.find_derived_operands(key)) is not None:

@@ -316,8 +316,8 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
     """Return memory for a copy of a result for each thread, so that every thread computes the whole result.
 
-    Without barriers, each thread then reads its own copy. The result is None if an op other than a matmul reads it, or
-    if it is too large to be computed by every thread.
+    Then no barrier is needed before the matmuls that read it. The result is None if an op other than a matmul reads it,
+    or if it is too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:

@@ -176,8 +176,9 @@ def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, str
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
     """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows that are not expanded.
 
-    It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is ``(i,
-    end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
+    It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is:
+
+    ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``
     """
     multiply_one_row = make_loop_over_activation_rows(1, 1, blocks.make_few_rows(1))
     multiply_two_rows = make_loop_over_activation_rows(2, 2, blocks.make_few_rows(2))
@@ -346,7 +347,7 @@ class ExpertSlots:
 
 
 def make_single_expert_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
-    """Make the slots of a matmul without experts: one expert, and one slot for each activation row, in order."""
+    """Make the slots of a matmul without experts: each activation row belongs to the only expert, in order."""
     count = math.prod(x.shape[:-1])
     return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 

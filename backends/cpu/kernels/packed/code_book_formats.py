@@ -67,7 +67,7 @@ def compute_odd_scale_factor(scale):
 def pack_iq2_xxs_codes(row, b, first, second, lane):
     """Pack the IQ2_XXS codes of 32 columns: four code book indices, then signs.
 
-    The top bits of the bytes of signs hold the scale.
+    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 6 + 8 * b)))
@@ -77,7 +77,7 @@ def pack_iq2_xxs_codes(row, b, first, second, lane):
 def pack_iq2_xs_codes(row, b, first, second, lane):
     """Pack the IQ2_XS codes of 32 columns: the low bytes of four code book indices, then signs.
 
-    The top bit of each byte of signs is the high bit of an index.
+    It is a `PackedFormat.pack_codes`. The top bit of each byte of signs is the high bit of an index.
     """
     for i in range(4):
         high = load_byte(row + 3 + 8 * b + 2 * i)
@@ -96,7 +96,7 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 def pack_iq3_xxs_codes(row, b, first, second, lane):
     """Pack the IQ3_XXS codes of 32 columns: eight code book indices, then signs.
 
-    The top bits of the bytes of signs hold the scale.
+    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
@@ -180,7 +180,10 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
 
 @subroutine
 def load_iq2_half_block_scales(p, b):
-    """Load the two scales of an IQ2_XS or IQ2_S block, one for each half; one byte of each row holds both."""
+    """Load the two scales of an IQ2_XS or IQ2_S block, one for each half; one byte of each row holds both.
+
+    It is a `PackedFormat.load_scales`.
+    """
     both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
         d, compute_odd_scale_factor(shift_right(both, splat_int(4)))
@@ -198,7 +201,7 @@ def load_iq3_s_scales(p, b):
 def load_iq1_s_scales(p, b):
     """Load the IQ1_S scales of a block, divided by 8, because its codes are eight times the weights.
 
-    The scales are stored in the bits below the signs of the eighths.
+    It is a `PackedFormat.load_scales`. The scales are stored in the bits below the signs of the eighths.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))
@@ -209,8 +212,8 @@ def load_iq1_s_scales(p, b):
 def pack_iq1_m_scales(row, to, lane, s):
     """Pack the scales of an IQ1_M file block: 16 scales of 3 bits and a float16, all in the lane of the row.
 
-    In the file the float16 is the top bits of four 16-bit numbers; in the packed form it comes first. Then come two low
-    bits of each scale, then the high bit of each scale.
+    It is a `PackedFormat.pack_scales`. In the file the float16 is the top bits of four 16-bit numbers; in the packed
+    form it comes first. Then come two low bits of each scale, then the high bit of each scale.
     """
     whole, low, high = 0, 0, 0
     for j in range(4):

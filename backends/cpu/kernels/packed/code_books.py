@@ -48,7 +48,7 @@ class CodeBook:
     Attributes:
         dtype: The type that has the code book.
         magnitudes: The distinct numbers of its entries, ascending.
-        zero: The code of 0.
+        zero: The code of 0; the code of a number n is ``zero + n``.
     """
 
     dtype: DType

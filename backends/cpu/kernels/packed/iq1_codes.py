@@ -49,7 +49,7 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 @cache
 def order_iq1_entries() -> np.ndarray:
-    """Return the numbers of the IQ1 code book entries in a file, in an order in which small tables can hold them.
+    """Return the file numbers of all IQ1 code book entries, in the order in which kernels number them.
 
     A bin is 16 consecutive entries of this order. A second half is the levels of the last four columns of an entry. In
     this order a bin has at most two different second halves.
@@ -65,7 +65,7 @@ def order_iq1_entries() -> np.ndarray:
 
 
 def _compute_iq1_entry_numbers() -> np.ndarray:
-    """Compute the new number of each IQ1 entry, in the order of `order_iq1_entries`.
+    """Compute the number of each IQ1 entry in kernels, for the entries in the order of `order_iq1_entries`.
 
     A bin is 16 consecutive entries. The low 7 bits of a number are the bin of the entry, the other bits its place in
     the bin.
@@ -75,7 +75,7 @@ def _compute_iq1_entry_numbers() -> np.ndarray:
 
 
 def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
-    """Reorder a table with one row for each IQ1 entry, from the order of the file to the order of new numbers."""
+    """Reorder a table with one row for each IQ1 entry from the numbers of the file to the numbers of the kernels."""
     renumbered = np.empty_like(table)
     renumbered[_compute_iq1_entry_numbers()] = table[order_iq1_entries()]
     return renumbered
@@ -83,7 +83,7 @@ def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
 
 @intrinsic(ADDRESS, ADDRESS)
 def renumber_iq1_entry(b, number):
-    """Return the new number of an IQ1 entry from its number in the file."""
+    """Return the number of an IQ1 entry in kernels from its number in the file."""
     numbers = np.empty(len(order_iq1_entries()), "<u2")
     numbers[order_iq1_entries()] = _compute_iq1_entry_numbers()
     at = b.add(

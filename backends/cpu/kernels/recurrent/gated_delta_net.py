@@ -152,8 +152,9 @@ def make_process_two_tokens(per_channel: bool) -> Subroutine:
     """Make the subroutine that applies the gated delta rule for two tokens to rows of a state, four rows at a time.
 
     Arguments are as in `make_process_one_token`. The state is read twice and written once for both tokens. The reason:
-    the products of the second token follow from the old state, with decays f and g: ``(S f + d k^T) g k' = S (f g k') +
-    d (g k . k')``.
+    the products of the second token follow from the old state. With decays f and g:
+
+    ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``
     """
 
     def process_two_tokens(a, n, h, source, t, first, last, memory):
