@@ -96,7 +96,7 @@ def _find_next_values_on_paths_to_sums(
 def _find_passed_on_partial_sum(assignment: ShardingAssignment, value: Value) -> Value | None:
     """Find the partial sum that the node of `value` reads and passes on without summing it.
 
-    The result is None if the node passes on no partial sum, or several.
+    The result is None if the node passes on no partial sum, or reads several.
     """
     node = value.node
     if not assignment.node_layouts[node].is_partial:

@@ -304,7 +304,7 @@ class _DeviceEmitter:
         return keep_unused_collectives(Graph(outputs, updates), self.collective_values)
 
     def _is_on_other_device(self, layout: FactorLayout) -> bool:
-        """Return whether only other devices have a value with this layout."""
+        """Return whether a value with this layout is only on other devices than this one."""
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
     def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:

@@ -147,9 +147,9 @@ def pin_changed_leaf_layouts(
 
 
 def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
-    """Make pins from an earlier plan: a node runs on the device that alone stores a weight or state that it reads.
+    """Make pins from an earlier plan, for nodes that read a weight or state that not all devices store.
 
-    These weights and states keep their layouts.
+    Such a node runs on the first device that stores the weight or state. The weight or state keeps its layout.
     """
     homes = {
         n.results[0]: earlier_layouts[n.name]

@@ -198,7 +198,7 @@ class LayoutPropagation:
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
     def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
-        """Propagate layouts through the graph: assign all nodes in order, and add the conversions of outputs."""
+        """Derive the layouts of all nodes in order, and add the conversions of outputs; return the assignment."""
         for node in self.graph.nodes:
             self._assign_node_layouts(node)
         self._add_output_conversions(replicated_values)

@@ -45,7 +45,7 @@ class SequenceParallelChooser:
 
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The assignment in which every device computes all rows after a sum over devices."""
+        """The layouts in which every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
