@@ -328,7 +328,10 @@ class _ListScheduler:
             self.device_by_state.setdefault(state, device)
 
     def _list_candidate_devices(self) -> list[int]:
-        """List the devices that may get the next cluster: devices in use, and the first idle device of each machine."""
+        """List the devices that may get the next cluster: devices in use, and the first idle device of each machine.
+
+        Other idle devices of a machine would be equal to its first one.
+        """
         machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
         for device, free in enumerate(self.device_free_times):

@@ -265,7 +265,7 @@ def _replace_by_refined_candidates(
 
 
 def _explain_rejection(other: Candidate, best: Candidate) -> str:
-    """Explain in a phrase why `other` was rejected in favour of `best`."""
+    """Explain in a phrase why the candidate `other` was not chosen, compared with `best`."""
     if other.missing_bytes > best.missing_bytes:
         return "does not fit"
     gain = 1 - other.seconds / best.seconds if best.seconds else 0.0

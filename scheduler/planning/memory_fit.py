@@ -108,7 +108,7 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
 
 
 def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
-    """Suggest the largest context that fits; None if smaller KV caches are not enough."""
+    """Suggest the largest context length with which all KV caches fit; None if smaller caches are not enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)

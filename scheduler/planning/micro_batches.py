@@ -37,7 +37,7 @@ class MicroBatchChoice:
 
     @property
     def step_seconds(self) -> float:
-        """The predicted seconds of a step of all sequences with the chosen micro-batches."""
+        """The predicted seconds of a decode step of all sequences, in the chosen micro-batches."""
         return dict(self.seconds_of_counts)[len(self.batch_sizes)]
 
     def __str__(self) -> str:

@@ -33,7 +33,11 @@ CALIBRATED_VISIBLE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """The chunks of a prompt: their token counts, in order, and the predicted seconds of all chunks."""
+    """The chunks of a prompt, and the predicted seconds of the prefill.
+
+    - `chunk_sizes` has the token count of each chunk, in order.
+    - `seconds` is the time until the last pipeline stage has computed the last chunk.
+    """
 
     chunk_sizes: tuple[int, ...]
     seconds: float

@@ -77,9 +77,9 @@ def split_devices_into_groups(devices_per_machine: int, device_count: int) -> li
 
 
 def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Find the device groups of a plan with a hybrid split, from the collectives in its programs.
+    """Find the device groups of the pipeline stages of a plan, from the collectives in its programs.
 
-    The result is None if the plan has no hybrid split, with several stages of several devices each.
+    The result is None for a plan without several stages of several devices each.
     """
     devices, groups = len(programs), find_collective_groups(programs)
     if not any(1 < len(group) < devices for group in groups):

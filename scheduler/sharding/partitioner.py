@@ -156,7 +156,7 @@ class _ValueInLayout:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceIndependentNode:
-    """The part of a node that is equal on all devices: op, attributes, and operands with their layouts."""
+    """The part of a node that is equal on all devices: its op, its attributes, and its operands with their layouts."""
 
     op: Op[Any]
     attrs: Attrs
@@ -164,7 +164,7 @@ class _DeviceIndependentNode:
 
 
 class _LayoutTable:
-    """The layouts of all values, and the sequence numbers of all collectives and messages, for all devices."""
+    """The layouts of all values and the sequence numbers of collectives and messages, which all devices share."""
 
     def __init__(
         self,

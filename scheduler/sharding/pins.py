@@ -109,10 +109,10 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Assign all discrete choices, such as an argmax, to device 0 if the backends of the group differ.
+    """Assign all nodes with a discrete choice, such as an argmax, to device 0 if the backends of the group differ.
 
-    A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
-    choose differently. The result is empty if all backends are equal.
+    Such a node has float operands and integer results. Backends round differently, so near a tie they would choose
+    differently. The result is empty if all backends are equal.
     """
     if len({(type(backend), backend.name) for backend, _ in group}) == 1:
         return {}
@@ -182,7 +182,7 @@ class UnsupportedNode:
 def find_unsupported_nodes(
     graphs: Sequence[Graph], source_nodes: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[UnsupportedNode]:
-    """Find the nodes in each device's graph that the device does not support.
+    """Find the nodes in the graph of each device that this device does not support.
 
     Args:
         graphs: The graph of each device.
@@ -243,8 +243,8 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
     """Pin further nodes to the device of pinned nodes that they read or feed, to save messages; return all pins.
 
     1. A view is pinned if all its readers are pinned to one device.
-    2. A node is pinned if all its computed operands come from one device and only pinned nodes or the node itself read
-       them. It must not read a weight or state.
+    2. A node is pinned if all its computed operands come from pinned nodes of one device, and no other unpinned node
+       reads them. It must not read a weight or state.
     """
     if not pins:
         return {}

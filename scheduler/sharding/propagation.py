@@ -150,10 +150,10 @@ def propagate_layouts(
 def propagate_until_replicated_weights_known(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Repeat a layout propagation with more whole weights until no weight is gathered; return the last assignment.
+    """Derive layouts again, with more whole weights, until no sharded weight is gathered; return the last assignment.
 
     Args:
-        propagate: Propagates the layouts for a given set of replicated weights.
+        propagate: Derives the layouts for a given set of weights that stay whole.
     """
     whole = frozenset[Value]()
     while True:
@@ -242,7 +242,7 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
-        """List the factors of a value that a plan shards, the largest first; the first one shards a weight or state."""
+        """List the factors of a value that the plan shards, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (
@@ -279,7 +279,7 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor_for_node(self, node: Node) -> Factor | None:
-        """Choose the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
+        """Choose the factor that shards a node: the legal one with most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -298,7 +298,7 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether `node` can read a partial sum after a reduce-scatter by `row_factor` (rule 6)."""
+        """Return whether a partial sum that `node` reads can be reduce-scattered by its rows `row_factor` (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -359,7 +359,7 @@ class LayoutPropagation:
 
     @staticmethod
     def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether the result is a routed partial sum like `operand`: each entry complete on the same device."""
+        """Return whether each entry of the result is complete on one device and zero on all others, like `operand`."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
@@ -389,7 +389,7 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Find the routed layout of all partial operands, if their zeros give zero results; otherwise return None."""
+        """Find the layout in which each result entry is on one device, as in all partial operands; otherwise None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
@@ -405,7 +405,7 @@ class LayoutPropagation:
         )
 
     def _can_read_partial_sum(self, reader_node: Node, value: Value) -> bool:
-        """Return whether a node can read `value` as a partial sum, and pass on its result as a partial sum."""
+        """Return whether a node can read `value` as a partial sum over devices, and give a partial sum as result."""
         if reader_node in self.pins.nodes or value in self.early_sums:
             return False
         declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]

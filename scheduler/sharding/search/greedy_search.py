@@ -269,12 +269,12 @@ def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> flo
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Explain in a phrase why `chosen` was preferred to `other`.
+    """Explain in a phrase why the set of factors `chosen` was preferred to `other`.
 
     Args:
         chosen: The chosen set of factors.
         other: Another set of factors.
-        has_best_ratio: Whether `chosen` saves most seconds for each second of collectives.
+        has_best_ratio: Whether `chosen` saves most kernel seconds for each second of collectives.
     """
     if not has_best_ratio:
         return "has fewer bytes on each device than"
@@ -327,10 +327,10 @@ def group_factors(
 
 
 def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
-    """Describe a group of factors by a readable name.
+    """Describe a group of factors by a name that users can read.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
-    %output.weight (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
+    (128 pieces)``.
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.describe_factor(factor)
