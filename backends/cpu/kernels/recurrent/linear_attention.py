@@ -152,10 +152,13 @@ def scan_value_major(a, thread, threads):
 
 
 def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
-    """Return whether linear attention kernels can read all operands.
+    """Return whether linear attention kernels can read all operands; they need at least one token.
 
-    They need dense rows, whole vectors along `lanes`, and at least one token. The operands `walked` have a row per
-    token.
+    Args:
+        call: The instruction.
+        walked: The operands with one row per token; the rows must be dense.
+        state: The state, which must be dense.
+        lanes: The size of the axis along SIMD lanes, which must be whole vectors.
     """
     new, shape = call.dst[1], walked[0].shape
     dense = all(o.is_float and o.strides[-1] == 1 for o in walked) and state.is_dense and new.is_dense

@@ -151,9 +151,9 @@ def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
     """Convolve some tokens of 16 channels with four taps, and apply SiLU.
 
     Args:
-        x: address of the first token's input.
+        x: address of the input of token 0.
         step: bytes from token to token of the input.
-        y: address of the first token's result.
+        y: address of the result of token 0.
         pace: bytes from token to token of the result.
         first: number of the first token.
         last: number after the last token.
@@ -372,7 +372,17 @@ def _require_disjoint_results(
 ) -> None:
     """Require that fused results overlap neither operands nor each other, and that only norms read the normed heads.
 
-    Otherwise the fusion is rejected. `normed` has the pair (first column, end column) of the heads of each norm.
+    Otherwise the fusion is rejected.
+
+    Args:
+        join: The concatenation of old state rows and new rows.
+        mix: The convolution.
+        active: The SiLU of the convolution.
+        keep: The update of the state.
+        save: The copy of the old state.
+        norms: The norms of heads.
+        others: Other instructions that read the result of the SiLU.
+        normed: The pair (first column, end column) of the heads of each norm.
     """
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):

@@ -34,9 +34,10 @@ ARGS = declare_args("x images between count columns windows entries y")
 
 @kernel
 def copy_sliding_windows(a, thread, threads):
-    """Copy the sliding windows of images to rows: ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
+    """Copy the sliding windows of images to rows, one row for each window.
 
-    There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
+    ``y[n, i, c]`` is the element of image n at byte ``windows[i] + entries[c]``. There are `images` images, `between`
+    bytes apart, with `count` windows of `columns` entries.
     """
     count, columns, entries = ARGS.count(a), ARGS.columns(a), ARGS.entries(a)
     lo, hi = compute_thread_range(ARGS.images(a) * count, thread, threads)
@@ -85,22 +86,22 @@ class SlidingWindowShape:
         return whole
 
     def compute_window_offsets(self, image: Operand) -> Offsets:
-        """Compute the byte offset of each window in an image."""
+        """Compute the byte offset of each window from the start of its image."""
         counts = self.count_windows(image.shape[2:])
         return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
-        """Compute the byte offset of each entry in a window with `channels` channels."""
+        """Compute the byte offset of each entry from the start of its window, for images with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
 
     def count_windows(self, axes: Sequence[int]) -> list[int]:
-        """Count the windows along each axis of a padded image. `axes` are the sizes of these axes."""
+        """Count the windows along each axis of a padded image with the sizes `axes`."""
         steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
 
     def compute_padded_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Compute the sizes of an image with its padding. `axes` are the sizes without the padding."""
+        """Compute the sizes of an image with its padding from the sizes `axes` without padding."""
         return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
 
 

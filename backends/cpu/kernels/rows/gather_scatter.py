@@ -120,7 +120,7 @@ def _find_id_bytes(ids: Operand) -> int | None:
 def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of `get_rows`, which gathers rows of a plain or packed table.
 
-    Return False if kernels cannot read the table.
+    Return False if kernels cannot read the operands.
     """
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _find_id_bytes(ids)
@@ -166,7 +166,7 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _is_writable_table(table: Operand) -> bool:
-    """Return whether kernels can write rows in the type of `table`."""
+    """Return whether kernels can write rows of the type of `table`: floats, or cache blocks that are not packed."""
     return table.dtype in LANE_STORERS or (table.dtype in block_rows.BLOCK_STORERS and not table.has_packed_blocks)
 
 
