@@ -4,7 +4,7 @@
 - The short graph has a few repetitions, and each stands for several repetitions of the deep graph. Repetitions of one
   kind are repetitions with the same stand-in. There are several kinds, because the shard ranges of a device differ by
   rounding and recur after some repetitions.
-- Each kind is partitioned, lowered and verified once (`verifier.repeating`).
+- Each kind is partitioned, lowered and verified once (`verifier.repeats`).
 - The device plans of the deep graph are unrolled from the device plans of the short graph at the first access.
 """
 
