@@ -1,7 +1,7 @@
 """The candidates of split mode `auto`: tensor parallelism, a layer split, or both, on ever more devices.
 
-The plan of one device is built first. The other candidates get estimates, and `auto` builds their plans only as far
-as they can win.
+A candidate is one way to plan on a number of devices. The plan of one device is built first. All other candidates begin
+with an estimate of their time. `auto` builds the plan of a candidate only while its estimate is the best.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ BRANCHES_KIND = "independent branches"
 
 
 def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
-    """Choose the plan of split mode `auto`: the plan that fits into memory with the least penalised time.
+    """Choose the plan of split mode `auto`: the fastest plan that fits into memory, with penalties on its time.
 
-    If no plan fits, choose the one that misses the fewest bytes. Penalties are for more devices and for copies.
+    More devices and copies of weights and states are penalised. If no plan fits, choose the plan with the fewest
+    missing bytes of memory.
     """
     alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
@@ -48,7 +49,16 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
 
 
 def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticWorkloadEstimator, plan: Plan) -> tuple[float, str]:
-    """Score the layout of `plan`: return the seconds of the workload, and a phrase about pipelined runs."""
+    """Score the layout of `plan` by the predicted seconds of the whole workload.
+
+    Returns the seconds, and a phrase such as ``in 2 micro-batches`` about pipelined runs; it is empty without such
+    runs.
+
+    Args:
+        plan_builder: The request.
+        estimator: Has the workload, and chooses its micro-batch count.
+        plan: The plan of one run; the plans of all other runs get its layout.
+    """
     use = estimator.workload
     over = cache(
         lambda sequences, tokens: plan_builder.build_with_layout_of_other_plan(plan, use.build_graph(sequences, tokens))
@@ -63,7 +73,7 @@ def _list_candidates(
     hardware: Hardware,
     costs: AssignmentCost,
 ) -> list[Candidate]:
-    """List all candidates of several devices, with estimates of single runs.
+    """List all candidates with several devices; each has an estimate of the time of a single run.
 
     Args:
         plan_builder: The request, for all devices.
@@ -113,9 +123,10 @@ def _list_candidates(
 def _make_bounded_branch_candidates(
     plan_builder: PlanBuilder, branches: BranchScheduler, single_device_bytes: float
 ) -> Iterator[Candidate]:
-    """Make the candidate that runs independent branches on different devices, if it can save enough time.
+    """Make the candidate for independent branches on different devices; yield nothing if it cannot save enough time.
 
-    Its estimate is the lower bound of the time of the clusters, which are nodes that stay on one device.
+    The estimate of the candidate is a lower bound of its time. The bound keeps each cluster on one device. A cluster is
+    a set of nodes that gain nothing from separate devices.
     """
     count = len(plan_builder.group)
     if (bound := branches.compute_cluster_time_lower_bound(count)) is not None:
@@ -137,7 +148,11 @@ def _make_branch_candidates(plan_builder: PlanBuilder, branches: BranchScheduler
 
 
 def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchScheduler) -> Candidate:
-    """Return the candidate with a lower bound for stages that work on different branches at the same time."""
+    """Return the candidate with a lower bound as its estimate, if its pipeline stages can overlap in time.
+
+    Stages overlap if they work on independent branches of the graph. A candidate without enough saving by overlap is
+    returned unchanged.
+    """
     if (
         candidate.stage_count == 1
         or not branches.can_overlap_stages
@@ -153,7 +168,9 @@ def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchSchedu
 def _make_candidates_for_all_devices(
     plan_builder: PlanBuilder, single_device_plan: Plan, single_device_bytes: float, hardware: Hardware
 ) -> Iterator[Candidate]:
-    """Make the candidates that use all devices of `plan_builder`: two factor searches and a layer split.
+    """Make the candidates that use all devices of `plan_builder`: two by tensor parallelism, and one layer split.
+
+    One tensor-parallel candidate shards where that saves time, the other wherever kernels get shorter.
 
     Args:
         plan_builder: The request.
@@ -193,7 +210,7 @@ def _make_candidates_for_all_devices(
 
 
 def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
-    """Return whether the devices can form several groups: whole machines, or halves of one machine."""
+    """Return whether the devices can form at least two groups: whole machines, or the two halves of one machine."""
     return (
         device_count % devices_per_machine == 0
         if 0 < devices_per_machine < device_count
@@ -202,9 +219,10 @@ def _can_form_groups(devices_per_machine: int, device_count: int) -> bool:
 
 
 def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> Iterator[Candidate]:
-    """Make the candidates of the hybrid split: pipeline stages on device groups, with tensor parallelism in each.
+    """Make the candidate of the hybrid split: pipeline stages on device groups, with tensor parallelism in each.
 
-    A group is one machine, or one half of the only machine.
+    A group is one machine, or one half of the only machine. Nothing is yielded if a node must stay on device 0 because
+    the backends differ.
     """
     if pin_discrete_choices(plan_builder.graph, plan_builder.group):
         return
@@ -237,7 +255,10 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
 
 
 def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
-    """Estimate the least seconds of the transfers between pipeline stages: one latency for each stage boundary."""
+    """Estimate the transfer seconds between pipeline stages as one link latency for each pair of adjacent stages.
+
+    Bytes are not counted, so the estimate is a lower bound.
+    """
     ends = ((s * devices_per_stage - 1, s * devices_per_stage) for s in range(1, stage_count))
     return sum(hardware.collective_seconds(0.0, hardware.count_machines(pair)) for pair in ends)
 
@@ -248,9 +269,9 @@ def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
 
 
 def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
-    """Return the hardware with a launch cost that is fitted to the plan of one device.
+    """Return the hardware with a launch cost that is fitted so that all node times add up to the time of the plan.
 
-    With this cost, the sum of all nodes is as long as the plan. In the program of the plan, fused chains share one
+    The plan is the plan of one device. The default launch cost does not fit: in a program, fused chains share one
     launch, and state saves add launches.
     """
     work = sum(costs.hardware.compute_seconds(*done, launches=0.0) for done in costs.node_work.values())

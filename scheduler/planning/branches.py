@@ -32,7 +32,10 @@ MAX_PREDICTED_NODES = 100_000
 class BranchSchedule:
     """A schedule of a graph's branches: the device of each node, the order of nodes, and the seconds of a run.
 
-    The seconds are predicted. `leaf_bytes` has the bytes of weights and states on each device.
+    - `placement` maps each node to its device.
+    - `order` has the nodes in the order of execution.
+    - `seconds` is the predicted time of a run.
+    - `leaf_bytes` has the bytes of weights and states on each device.
     """
 
     placement: Placement
@@ -74,7 +77,7 @@ class BranchScheduler:
     def compute_time_lower_bound(self, device_count: int) -> float:
         """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the nodes.
 
-        It is the longer of two times: the longest path, and all work divided by the devices.
+        The bound is the maximum of two times: the critical path, and the work of all nodes divided by `device_count`.
         """
         return max(self._critical_path_seconds, self.total_seconds / device_count)
 
@@ -88,9 +91,9 @@ class BranchScheduler:
         return max(ends.values(), default=0.0)
 
     def compute_cluster_time_lower_bound(self, device_count: int) -> float | None:
-        """Compute a lower bound of the seconds of a run on `device_count` devices, for any placement of the clusters.
+        """Compute a lower bound of the seconds of a run on `device_count` devices if each cluster stays on one device.
 
-        None if all placements save less than the share `MIN_BRANCH_SAVING`.
+        The result is None if the bound does not save the share `MIN_BRANCH_SAVING` of the time of one device.
         """
         ends: dict[Node, float] = {}
         for cluster in self._clusters:
@@ -101,17 +104,19 @@ class BranchScheduler:
 
     @cached_property
     def can_overlap_stages(self) -> bool:
-        """Whether stages of different branches, on all devices, save `MIN_BRANCH_SAVING` if they overlap in time.
+        """Whether pipeline stages on different branches save at least the share `MIN_BRANCH_SAVING` by overlap in time.
 
-        Fewer stages save less.
+        One stage on each device is assumed. With fewer stages the saving is smaller.
         """
         return self.estimate_time_share_with_overlap(self.device_count) <= 1 - MIN_BRANCH_SAVING
 
     def estimate_time_share_with_overlap(self, stage_count: int) -> float:
-        """Estimate the share of the total time that a run takes if independent stages overlap in time.
+        """Estimate the time of a run with overlapping pipeline stages, as a share of the time without overlap.
+
+        A stage waits only for its operands and for its device. Messages take no time.
 
         Args:
-            stage_count: The number of stages of consecutive nodes.
+            stage_count: The number of stages; each has consecutive nodes of about equal total time.
         """
         stage: dict[Node, int] = {}
         spent = 0.0
@@ -128,7 +133,10 @@ class BranchScheduler:
         return max(free) / self.total_seconds if self.total_seconds else 1.0
 
     def find_schedules(self, device_count: int) -> list[BranchSchedule]:
-        """Find the best schedules on `device_count` devices; each saves at least the share `MIN_BRANCH_SAVING`."""
+        """Find schedules on `device_count` devices that save at least the share `MIN_BRANCH_SAVING` of the time.
+
+        Whole clusters are scheduled, and also clusters that are split into parts.
+        """
         grain = max(
             self.total_seconds / device_count / MAX_PARTS_PER_DEVICE,
             MAX_PARTS_PER_DEVICE * self.hardware.collective_seconds(0.0),
@@ -151,7 +159,7 @@ class BranchScheduler:
         )
 
     def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
-        """Schedule clusters on devices by list scheduling, and improve the schedules by moves of single clusters.
+        """Schedule clusters on devices by list scheduling; also yield schedules that moves of single clusters improve.
 
         Args:
             division: The clusters to schedule.
@@ -177,9 +185,12 @@ class BranchScheduler:
             yield from self._build_schedules_of_placement(better, order)
 
     def _build_schedules_of_placement(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
-        """Build the schedules of a placement: nodes ordered by their ends, or by the number of messages before each.
+        """Build two schedules of a placement, which differ in the order of the nodes.
 
-        Messages are numbered in this order; programs receive and send them by their numbers, so either may be faster.
+        1. Order the nodes by their predicted end times.
+        2. Order the nodes by the number of messages on a path that leads to them.
+
+        Programs send and receive messages in this order, so either order may be faster.
         """
         ends = self._predict_end_times(placement, order)
         leaf_bytes = [*self._count_leaf_bytes_by_device(placement).values()]
@@ -189,7 +200,10 @@ class BranchScheduler:
     def _improve_placement(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], device_count: int
     ) -> Placement | None:
-        """Improve a placement by moves of single clusters; return a faster placement, or None."""
+        """Improve a placement by moves of single clusters while they make a run faster; None without improvement.
+
+        Clusters that use a state are not moved. The number of predicted node times is limited by `MAX_PREDICTED_NODES`.
+        """
         first = best = max(self._predict_end_times(placement, order).values())
         better, left = dict(placement), MAX_PREDICTED_NODES // len(order)
         movable = [cluster for cluster in clusters if self.states_used_by_node.keys().isdisjoint(cluster.nodes)]
@@ -212,9 +226,10 @@ class BranchScheduler:
         return {device: sum_leaf_bytes(own) for device, own in leaves.items()}
 
     def _predict_end_times(self, placement: Placement, order: Sequence[Node]) -> dict[Node, float]:
-        """Predict the end time of each node, if each device executes its nodes in the given order.
+        """Predict the end time of each node in a run of all devices, including waits for messages.
 
-        A device waits for each value that another device computes. A sender does not wait.
+        Each device executes its nodes in the given order. A device waits for each value that another device computes. A
+        sender does not wait.
 
         Args:
             placement: The device of each node.
@@ -248,10 +263,10 @@ class BranchScheduler:
 
     @cached_property
     def _operands_by_node(self) -> dict[Node, list[tuple[Value, Node]]]:
-        """The values that each node reads from other nodes or states with a fixed device.
+        """For each node its operands that are on one device only: computed values and states, but no weights.
 
-        Each value comes with a node of its device: the node that computes it, or for a state the node that updates
-        it.
+        Each operand is a pair (value, node), in which the node runs on the device that has the value. For a computed
+        value it is the node that computes it. For a state it is the node that updates it, or else its first reader.
         """
         users, at = self.graph.users(), {node: node for node in self.compute_nodes}
         for state in self.graph.states:
@@ -276,7 +291,10 @@ class BranchScheduler:
 
 
 class _ListScheduler:
-    """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads."""
+    """A list scheduler: it places clusters on devices one by one, each after the clusters that it reads.
+
+    A cluster is a set of nodes that gain nothing from separate devices.
+    """
 
     def __init__(self, branches: BranchScheduler, device_count: int) -> None:
         self.branches = branches
@@ -289,9 +307,9 @@ class _ListScheduler:
         self.device_by_state: dict[Value, int] = {}
 
     def place_cluster(self, cluster: Cluster) -> None:
-        """Place a cluster on the device that can start it first, preferably one with enough memory.
+        """Place a cluster on the device that can start it first, among devices with enough memory if there are any.
 
-        If the cluster uses a state that is already placed, it goes to the device of that state.
+        If an earlier cluster uses the same state, the cluster goes to the device of this state.
         """
         leaves = {leaf for node in cluster.nodes for leaf in find_weights_and_states_read_by(node)}
         states = {state for node in cluster.nodes for state in self.branches.states_used_by_node.get(node, ())}
@@ -310,7 +328,10 @@ class _ListScheduler:
             self.device_by_state.setdefault(state, device)
 
     def _list_candidate_devices(self) -> list[int]:
-        """List the devices that may get the next cluster: devices in use, and the first idle device of each machine."""
+        """List the devices that may get the next cluster: devices in use, and the first idle device of each machine.
+
+        Other idle devices of a machine would be equal to its first one.
+        """
         machine, seen = self.branches.hardware.machine or len(self.device_free_times), set[int]()
         devices = []
         for device, free in enumerate(self.device_free_times):
@@ -321,7 +342,7 @@ class _ListScheduler:
         return devices
 
     def _compute_start_time(self, cluster: Cluster, device: int) -> float:
-        """Compute the time at which a device can start a cluster: it is free and has all operands of the cluster."""
+        """Compute the time at which a device can start a cluster: it is idle and has received all operands."""
         start = self.device_free_times[device]
         for source in cluster.operand_reader_counts:
             arrival, sender = self.end_by_node[source], self.placement[source]

@@ -37,15 +37,14 @@ class Candidate:
     - `seconds`, `stored_bytes` and `missing_bytes` are estimates until `plan` is set. Then they are the values of the
       plan.
     - `stored_bytes` counts weights and states on all devices. `missing_bytes` counts the bytes that do not fit.
-    - `stage_count` is the number of pipeline stages of runs. With `assumes_pipelining` the estimate counts on
-      pipelined runs; `pipeline_description` describes them.
-    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small
-      costs.
+    - `stage_count` is the number of pipeline stages. With `assumes_pipelining` the estimate assumes that the stages
+      work on different runs at the same time; `pipeline_description` describes these runs.
+    - `is_from_search` marks estimates of the factor search, which are too low, because the search ignores small costs.
     - `correction_factor` is the assumed ratio of plan seconds to estimated seconds; 0 if it is unknown.
-    - `lower_bound_seconds` is the time if all collectives are overlapped.
-    - `group_sharding` has the number of devices of each stage and the factors that these devices shard.
-    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate,
-      and candidates of the same kind that have no plan yet.
+    - `lower_bound_seconds` is the time if all collectives overlap with compute.
+    - `group_sharding` is the pair (devices of each stage, factors that these devices shard).
+    - With `refine`, `seconds` is a lower bound of the candidates that `refine` returns. They replace the candidate, and
+      candidates of the same kind that have no plan yet.
     """
 
     kind: str
@@ -65,19 +64,20 @@ class Candidate:
     refine: Callable[[], Iterable[Candidate]] | None = None
 
     def has_same_estimate_bias_as(self, other: Candidate) -> bool:
-        """Return whether this candidate has no plan yet, and its estimate has the same bias as the estimate of `other`.
+        """Return whether a correction of the estimate of `other` also applies to this candidate, which has no plan yet.
 
-        Two estimates of the factor search have the same bias. Estimates of pipelined runs are more optimistic with
-        fewer stages.
+        Two estimates of the factor search have the same bias. Estimates that assume pipelining have it if this
+        candidate has at least as many stages, because estimates are more optimistic with fewer stages.
         """
         if other.assumes_pipelining:
             return self.plan is None and self.assumes_pipelining and self.stage_count >= other.stage_count
         return self.plan is None and other.is_from_search and self.is_from_search
 
     def with_corrected_estimate(self, time_ratio: float) -> Candidate:
-        """Return the candidate with its estimate corrected by `time_ratio` instead of its present correction factor.
+        """Return the candidate with its estimate multiplied by `time_ratio`, in place of any earlier correction.
 
-        The candidate is returned unchanged if its correction factor is not larger than `time_ratio`.
+        The candidate is returned unchanged if the factor of its earlier correction is as small as `time_ratio` or
+        smaller.
 
         Args:
             time_ratio: The plan seconds of a similar candidate, divided by its estimated seconds.
@@ -90,18 +90,20 @@ class Candidate:
         )
 
     def with_estimate_capped_by_overlap(self, seconds: float) -> Candidate:
-        """Return the candidate with its estimate capped by `seconds`, but not below the candidate's own lower bound.
+        """Return the candidate with its estimate reduced to at most `seconds`, but not below its own lower bound.
+
+        This is done after a similar candidate has got a faster plan by the overlap of collectives with compute.
 
         Args:
-            seconds: The seconds of the plan of a similar candidate, in which collectives are overlapped.
+            seconds: The seconds of the plan of the similar candidate.
         """
         return replace(self, seconds=min(self.seconds, max(self.lower_bound_seconds, seconds)))
 
     def with_single_stage_lower_bound(self, built_candidate: Candidate) -> Candidate:
-        """Return the candidate with the seconds of a single-stage plan as lower bound of its estimate.
+        """Return the candidate with its estimate raised to the seconds of a built plan that has a single stage.
 
-        A run without a successor goes through all stages in no less time than through one stage that has all layers.
-        The bound holds if `built_candidate` has one stage with the same group sharding.
+        Without pipelining, a run through several stages takes no less time than a run through one stage with all
+        layers. The candidate is returned unchanged if `built_candidate` has several stages or another `group_sharding`.
         """
         is_one = (
             built_candidate.stage_count == 1
@@ -116,11 +118,14 @@ class Candidate:
 
     @property
     def has_sequential_stages(self) -> bool:
-        """Whether the estimate assumes that several pipeline stages run one after the other, not at the same time."""
+        """Whether the estimate is of one run that goes through several pipeline stages one after the other.
+
+        The property is false once the candidate has a plan.
+        """
         return self.plan is None and self.stage_count > 1 and not self.assumes_pipelining
 
     def with_built_plan(self, scorer: PlanScorer) -> Candidate:
-        """Build the candidate's plan; return the candidate with the plan, and with the plan's seconds and bytes."""
+        """Build the plan of the candidate; return the candidate with this plan, and with its seconds and bytes."""
         plan = self.build_plan()
         seconds, how = scorer(plan)
         memory = plan.memory()
@@ -136,7 +141,7 @@ class Candidate:
         )
 
     def compute_penalised_seconds(self, single_device_bytes: float) -> float:
-        """Compute the seconds with penalties for more devices and for copies of weights and states.
+        """Compute the seconds with a penalty for each doubling of devices, and one for copies of weights and states.
 
         Args:
             single_device_bytes: The bytes of weights and states that one device would store.
@@ -168,12 +173,15 @@ def score_by_run_time(plan: Plan) -> tuple[float, str]:
 def choose_best_plan(
     candidates: Sequence[Candidate], single_device_bytes: float, scorer: PlanScorer = score_by_run_time
 ) -> Plan:
-    """Choose the plan with the lowest penalised seconds, among the candidates that fit or miss the fewest bytes.
+    """Choose the plan with the fewest missing bytes; among equals, the plan with the least penalised seconds.
 
-    A plan is built only for the candidate with the best estimate. The estimates are corrected by the smallest
-    correction factor found so far. The search does not know the overlap of collectives. Therefore, after a plan with
-    overlap, similar candidates may be as fast. The reasons of the plan list the rejected candidates, also those
-    without a possible plan.
+    1. Build the plan of the candidate with the best estimate. Stop if it has a plan already.
+    2. Correct the estimates of similar candidates by the ratio of plan seconds to estimated seconds.
+    3. If the plan overlaps collectives with compute, reduce the estimates of similar candidates to the seconds of this
+       plan. Estimates ignore the overlap.
+    4. Continue with step 1.
+
+    The reasons of the result list the rejected candidates, also candidates without a possible plan.
 
     Args:
         candidates: The candidates. The first one has its plan.
@@ -238,7 +246,11 @@ def choose_best_plan(
 def _replace_by_refined_candidates(
     candidates: Sequence[Candidate], replaced: Candidate, refined: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Replace a candidate, and unbuilt candidates of the same kind, by the refined candidates; return the new list."""
+    """Replace the candidate `replaced` by the refined candidates; return the new list.
+
+    A refined candidate also replaces a candidate without a plan, if kind and device count are equal. A refined
+    candidate is dropped if a candidate of its kind and device count has a plan.
+    """
     known = {(candidate.kind, candidate.device_count) for candidate in candidates if candidate.plan is not None}
     fresh = [candidate for candidate in refined if (candidate.kind, candidate.device_count) not in known]
     known = {(candidate.kind, candidate.device_count) for candidate in fresh}
@@ -253,7 +265,7 @@ def _replace_by_refined_candidates(
 
 
 def _explain_rejection(other: Candidate, best: Candidate) -> str:
-    """Explain in a phrase why `other` was rejected in favour of `best`."""
+    """Explain in a phrase why the candidate `other` was not chosen, compared with `best`."""
     if other.missing_bytes > best.missing_bytes:
         return "does not fit"
     gain = 1 - other.seconds / best.seconds if best.seconds else 0.0

@@ -1,7 +1,7 @@
 """Clusters of nodes that gain nothing from separate devices.
 
-Only one node of a cluster, its exit, is read by other clusters. So no path leaves a cluster and returns to it, and a
-device can execute one cluster after the other.
+Other clusters read only one node of a cluster, its exit. So no path leaves a cluster and returns to it, and a device
+can execute one cluster after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NodeSeconds = Callable[[Node], float]
 class Cluster:
     """A cluster: nodes that stay on one device, because separate devices gain nothing, and the sum of their seconds.
 
-    `operand_reader_counts` maps each node that the cluster reads from another cluster to the number of its readers
-    here.
+    `operand_reader_counts` maps each operand node, which is in another cluster, to the number of its readers in this
+    cluster.
     """
 
     nodes: list[Node]
@@ -32,10 +32,11 @@ class Cluster:
 def find_clusters(
     nodes: Sequence[Node], node_seconds: Mapping[Node, float], message_seconds: NodeSeconds, latency: float
 ) -> list[Cluster]:
-    """Find clusters of nodes that gain nothing from separate devices; each follows the clusters that it reads.
+    """Find the clusters of a graph: sets of nodes that gain nothing from separate devices.
 
-    A cluster joins its only reader. The exception is a cluster that can run at the same time as another operand of
-    this reader, if that saves more than `latency`.
+    A cluster is joined with its reader if a single cluster reads it. They stay apart if another operand of this reader
+    could be computed at the same time, and that saves more than `latency`. In the result each cluster comes after the
+    clusters that it reads.
 
     Args:
         nodes: Nodes that compute, in the order of a graph.
@@ -92,9 +93,9 @@ def find_clusters(
 
 
 def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seconds: float) -> Iterator[Cluster]:
-    """Split a cluster into consecutive parts, each of at least `min_seconds` except the last one.
+    """Split a cluster into consecutive parts of at least `min_seconds`; only the last part may be shorter.
 
-    The split is at points where a single value passes from one part to the next.
+    A part ends only where a single value passes to the next part. The operands of the parts are not set.
     """
     last_reader = {source.node: at for at, node in enumerate(cluster.nodes) for source in node.inputs}
     unread: set[Node] = set()
@@ -113,12 +114,12 @@ def split_cluster(cluster: Cluster, node_seconds: Mapping[Node, float], min_seco
 
 
 def link_clusters_by_operands(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Link clusters by their operands: record the nodes that each reads from other clusters.
+    """Link clusters by their operands: set for each cluster which nodes of other clusters it reads.
 
-    A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
+    A cluster shorter than `latency` seconds is merged into the cluster that it reads, if it reads a single one.
 
     Returns:
-        The clusters, and the cluster of each node.
+        The clusters, and a mapping of each node to its cluster.
     """
     owner: dict[Node, Cluster] = {}
     linked: list[Cluster] = []

@@ -16,7 +16,7 @@ UNFUSED_DECOMPOSITION = "unfused"
 
 
 def decompose_unsupported_ops(graph: Graph, group: Devices) -> Graph:
-    """Decompose each op of `graph` that no device of `group` supports, and return the new graph.
+    """Replace each op of `graph` that no device of `group` supports by simpler ops, and return the new graph.
 
     An op is replaced only if it has a decomposition and some device supports each op of the decomposition. Without a
     change the result is `graph` itself.

@@ -20,7 +20,10 @@ MAX_OFFLOAD_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """A memory of `memory_bytes` bytes with the device plans that use it; devices of one machine may share a memory."""
+    """A memory of `memory_bytes` bytes and the plans of all devices that use it.
+
+    Devices of one machine may share a memory.
+    """
 
     device_plans: tuple[DevicePlan, ...]
     memory_bytes: int
@@ -37,13 +40,16 @@ class MemoryPool:
         return max(0, self.needed_bytes - self.memory_bytes)
 
     def count_leaf_bytes(self, names: frozenset[str]) -> int:
-        """Count the stored bytes of the leaves with these names in this memory."""
+        """Count the bytes of the weights and states with these names in this memory."""
         buffers = [b for device_plan in self.device_plans for b in device_plan.program.buffers if b.kind != "arena"]
         return sum(b.nbytes for b in buffers if b.name in names)
 
 
 def list_memory_pools(plan: Plan) -> list[MemoryPool]:
-    """List the memories of a plan's devices; devices that do not state their memory are left out."""
+    """List the memories of a plan's devices, each with the device plans that use it.
+
+    Devices that do not state their memory are left out.
+    """
     groups: dict[str, list[DevicePlan]] = {}
     for device_plan in plan.device_plans:
         device = device_plan.device
@@ -65,7 +71,9 @@ def compute_missing_bytes(plan: Plan) -> int:
 
 
 def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | None:
-    """Describe the memory in which the plan lacks most bytes, and two remedies; return None if the plan fits.
+    """Describe why a plan does not fit into memory, with two remedies; return None if the plan fits.
+
+    The text describes the memory with the most missing bytes.
 
     Args:
         plan: The plan.
@@ -100,7 +108,7 @@ def describe_memory_problem(plan: Plan, *, context: int | None = None) -> str | 
 
 
 def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int | None) -> str | None:
-    """Suggest the largest context that fits; None if smaller KV caches are not enough."""
+    """Suggest the largest context length with which all KV caches fit; None if smaller caches are not enough."""
     if context is None:
         return None
     caches = frozenset(v.node.name for v in plan.graph.states if v.shape and v.shape[0] >= context)
@@ -115,9 +123,10 @@ def _suggest_context(short_pools: Sequence[MemoryPool], plan: Plan, context: int
 
 
 def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest a number of equal devices on which the plan fits, or return None.
+    """Suggest a larger number of equal devices on which the plan fits, or return None.
 
-    Sharded or placed leaves become smaller on each device, other leaves do not.
+    More devices shrink the share of each device in the leaves (weights and states) that are sharded or placed. Copied
+    leaves keep their size. If no leaf is sharded yet, mode ``tensor`` is assumed.
     """
     if pool.is_shared:
         return None
@@ -138,7 +147,10 @@ def _suggest_device_count(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
-    """Suggest another split mode if several devices have full copies or whole layers; None otherwise."""
+    """Suggest the other one of modes ``tensor`` and ``layer`` if it may fit; both if all leaves are copied.
+
+    The result is None for one device, or if the memory of all devices together is too small.
+    """
     if len(plan.device_plans) == 1:
         return None
     if not _has_partitioned_leaves(plan):
@@ -153,15 +165,14 @@ def _suggest_split_mode(pool: MemoryPool, plan: Plan) -> str | None:
 
 
 def _has_partitioned_leaves(plan: Plan) -> bool:
-    """Return whether devices have different parts of the leaves."""
+    """Return whether devices store different parts of the weights and states, so that not every leaf is copied."""
     return any(isinstance(layout, Shard | Local) for layout in plan.leaves.values())
 
 
 def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[float], Plan]) -> Plan | None:
-    """Choose the plan with the smallest host share that fits, by bisection; return None if that is impossible.
+    """Choose the plan that fits with the smallest share of weights and states in host memory, by bisection.
 
-    The host share is the share of weights and states that the host stores. At most `MAX_OFFLOAD_PLANS` plans are
-    built.
+    At most `MAX_OFFLOAD_PLANS` plans are built. The result is None if even the whole share in host memory does not fit.
 
     Args:
         missing_share: The share of all weights and states that did not fit without the host.
@@ -181,6 +192,9 @@ def choose_host_offload(missing_share: float, build_plan_for_share: Callable[[fl
 
 
 def compute_memory_proportions(devices: Sequence[Device]) -> list[float]:
-    """Compute the default proportions of a layer split: the memory of each device, or 1.0 if one does not state it."""
+    """Compute the default proportions of a layer split: the bytes of memory of each device.
+
+    If one device does not state its memory, all proportions are 1.0.
+    """
     sizes = [float(device.memory or 0) for device in devices]
     return sizes if all(sizes) else [1.0] * len(sizes)

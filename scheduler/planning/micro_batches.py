@@ -24,10 +24,10 @@ from ..pipelining.stage_times import (
 class MicroBatchChoice:
     """The chosen micro-batches of a step, as sequence counts, and the considered alternatives.
 
-    - `seconds_of_counts` has pairs: a micro-batch count, from 1 on, and the predicted seconds of a step of all
-      sequences.
-    - `stage_count` is the number of pipeline stages, each of one device or of a collective group. It is 1 if all
-      devices are in one collective group.
+    - `batch_sizes` has the number of sequences of each chosen micro-batch.
+    - `seconds_of_counts` has pairs (micro-batch count, predicted seconds of a step of all sequences).
+    - `stage_count` is the number of pipeline stages. A stage is one device, or devices that share collectives.
+    - `device_count` is the number of devices of the plan.
     """
 
     batch_sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class MicroBatchChoice:
 
     @property
     def step_seconds(self) -> float:
-        """The predicted seconds of a step of all sequences with the chosen micro-batches."""
+        """The predicted seconds of a decode step of all sequences, in the chosen micro-batches."""
         return dict(self.seconds_of_counts)[len(self.batch_sizes)]
 
     def __str__(self) -> str:
@@ -63,7 +63,10 @@ class MicroBatchChoice:
 
 
 def list_micro_batch_counts(sequence_count: int, stage_count: int) -> list[int]:
-    """List the micro-batch counts to consider, descending: at most `stage_count`, halved repeatedly down to two."""
+    """List the micro-batch counts to consider, descending: the stage count, its half, and so on down to two.
+
+    The largest count is not larger than the number of sequences.
+    """
     max_count = min(stage_count, sequence_count)
     return [max_count >> halved for halved in range(max_count.bit_length()) if max_count >> halved > 1]
 
@@ -73,7 +76,9 @@ def choose_micro_batches(
     plan_of: Callable[[int], Plan],
     counts_of: Callable[[int, int], Sequence[int]] = list_micro_batch_counts,
 ) -> MicroBatchChoice:
-    """Choose the micro-batches of a step; several must be predicted to be `MIN_PIPELINE_SPEEDUP` times as fast as one.
+    """Choose how many micro-batches a decode step has: the fastest count, or one if several do not save enough.
+
+    Several micro-batches must be predicted to be `MIN_PIPELINE_SPEEDUP` times as fast as one.
 
     Args:
         sequence_count: The number of sequences.

@@ -56,9 +56,9 @@ FactorChooser = Callable[[Graph, Factors], frozenset[Factor]]
 
 
 class PlanBuilder(ShardedPlanBuilder):
-    """One checked request of `plan_for_group`, and the methods that build plans for it in each split mode.
+    """The methods that build a plan in each split mode, for one checked request of `plan_for_group`.
 
-    The methods `build_...` without arguments are the split modes.
+    Each `build_...` method without arguments builds the plan of one split mode.
     """
 
     def build_unverified(
@@ -68,13 +68,13 @@ class PlanBuilder(ShardedPlanBuilder):
         choose_factors: FactorChooser | None,
         host: HostOffload | None,
     ) -> Plan:
-        """Build the unverified plan of the request, with host offload if it does not fit and a host is given.
+        """Build the unverified plan of the request; use host memory if the plan does not fit and a host is given.
 
         Args:
             mode: Builds the plan of the split mode.
             earlier_plan: An earlier plan; its layout is kept.
             choose_factors: Chooses the factors to shard instead of the search.
-            host: The host device for leaves that do not fit.
+            host: The host device for weights and states that do not fit.
         """
         plan = self.build_for_mode(mode, earlier_plan, choose_factors)
         if (
@@ -92,11 +92,11 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_for_mode(
         self, mode: SplitModeBuilder, earlier_plan: Plan | None, choose_factors: FactorChooser | None
     ) -> Plan:
-        """Build the plan for a split mode, with three exceptions.
+        """Build the plan for a split mode, unless one of three conditions selects another method.
 
-        1. With `earlier_plan`, build a plan with its layout.
-        2. With one device and no placement rules, build the plan of one device.
-        3. With `choose_factors`, shard the factors that this function of the caller returns.
+        1. With `earlier_plan`, the plan gets the layout of the earlier plan.
+        2. With one device and no placement rules, the plan is built without a split.
+        3. With `choose_factors`, the plan shards the factors that this function of the caller returns.
         """
         if earlier_plan is not None:
             return self.build_with_fixed_layout(earlier_plan)
@@ -112,7 +112,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return mode(self)
 
     def build_with_fixed_layout(self, earlier_plan: Plan) -> Plan:
-        """Build the plan with the weight and state layouts of an earlier plan.
+        """Build the plan in which weights and states have the layouts of an earlier plan.
 
         Raises:
             PlanError: The graph reads a weight in parts that the layouts of the earlier plan cannot give.
@@ -158,7 +158,8 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_on_first_device(self) -> Plan:
         """Build the plan on the first device; only nodes that must run elsewhere use other devices.
 
-        Devices without work are left out.
+        A node must run elsewhere if a placement rule says so, or if the first device does not support it. Devices
+        without work are left out.
         """
         hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
@@ -171,7 +172,9 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_with_pinned_nodes(base, omits_idle_devices=True)
 
     def build_for_single_device(self, *reasons: str) -> Plan:
-        """Build the plan for a single device, without the search for factors, which takes long for a large graph.
+        """Build the plan for the only device of the group.
+
+        The search for factors to shard is left out, because it takes long for a large graph.
 
         Args:
             reasons: The reasons of the plan, as text for `explain`.
@@ -200,9 +203,10 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._assemble_plan(self._require_supported_nodes(sharded), frozenset(), reasons, {})
 
     def build_layer_split(self) -> Plan:
-        """Build the layer split: each device gets consecutive layers, by the tensor split or by its memory.
+        """Build the layer split: each device gets consecutive layers, in proportion to the tensor split or its memory.
 
-        With a workload, equal memories and no tensor split, the stages are balanced for this workload.
+        If a workload is given, all memories are equal and there is no tensor split, the stages are balanced: they take
+        equal time for this workload.
         """
         memory = [device.memory for _, device in self.group]
         if self.workload is not None and not self.tensor_split and len(set(memory)) == 1:
@@ -216,7 +220,7 @@ class PlanBuilder(ShardedPlanBuilder):
     def _build_layer_split_by_proportions(
         self, proportions: Sequence[float], *, omits_idle_devices: bool = False, last_device_reason: str = ""
     ) -> Plan:
-        """Build the layer split with these proportions of the weights and states.
+        """Build the layer split in which each device stores the given proportion of the weights and states.
 
         Args:
             proportions: The proportion of each device.
@@ -238,10 +242,13 @@ class PlanBuilder(ShardedPlanBuilder):
         return self._build_with_pinned_nodes(pins, omits_idle_devices=True, order=schedule.order)
 
     def build_with_host_offload(self, host: HostOffload, *, uses_single_device: bool) -> Plan | None:
-        """Build a layer split with the host as one more device for leaves that do not fit.
+        """Build a layer split in which the host is one more device, for weights and states that do not fit.
 
-        With `uses_single_device` only the first device and the host have work. Returns None if the host is already in
-        the group.
+        Returns None if the host is already in the group, or if the plan does not fit even with the host.
+
+        Args:
+            host: The host device.
+            uses_single_device: Whether only the first device and the host get work.
         """
         if str(host.device) in {str(device) for _, device in self.group}:
             return None
@@ -276,7 +283,9 @@ class PlanBuilder(ShardedPlanBuilder):
         omits_idle_devices: bool = False,
         order: Sequence[Node] = (),
     ) -> Plan:
-        """Build the plan in which each node runs on the device of its pin; user pins take precedence.
+        """Build the plan in which each node runs on the device of its pin; pins of the user take precedence.
+
+        A pin assigns a node to one device.
 
         Args:
             base_pins: A pin for each node.
@@ -307,7 +316,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few._assemble_plan(placed, frozenset(), (), where)
 
     def build_with_factors(self, chosen_factors: frozenset[Factor], reason: str) -> Plan:
-        """Build the plan in which the chosen factors are sharded where possible.
+        """Build the plan that shards the chosen factors wherever this is possible.
 
         Args:
             chosen_factors: The factors (shardable indices of the graph) to shard.
@@ -316,11 +325,11 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.build_sharded(FactorChoice(chosen_factors, (reason,)))
 
     def build_tensor_parallel(self) -> Plan:
-        """Build the plan with tensor parallelism wherever kernels get shorter."""
+        """Build the plan with tensor parallelism over all devices, wherever sharding makes kernels shorter."""
         return self.build_sharded(self.factor_search.choose_factors(len(self.group), self.hardware, eager=True))
 
     def build_hybrid(self) -> Plan:
-        """Build the hybrid split: layers over device groups, with tensor parallelism inside each group."""
+        """Build the hybrid split: consecutive layers on each device group, with tensor parallelism inside the group."""
         groups = split_devices_into_groups(self.devices_per_machine, len(self.group))
         return self.build_hybrid_over_groups(
             groups, self.factor_search.choose_factors(len(groups[0]), self.hardware, eager=True)
@@ -334,7 +343,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return self.hardware.machine or (counts.pop() if len(counts) == 1 and len(set(ranks)) > 1 else 0)
 
     def build_hybrid_over_groups(self, groups: StageGroups, choice: FactorChoice) -> Plan:
-        """Build the hybrid split over these device groups: one pipeline stage for each group.
+        """Build the hybrid split: one pipeline stage for each device group, with tensor parallelism inside the group.
 
         Args:
             groups: The devices of each pipeline stage.
@@ -366,7 +375,7 @@ class PlanBuilder(ShardedPlanBuilder):
         reasons: tuple[str, ...],
         earlier_layouts: Mapping[str, Layout] | None = None,
     ) -> Plan:
-        """Build the plan of a graph in pipeline stages, each sharded within its device group.
+        """Build the plan of a graph in pipeline stages, each with tensor parallelism over its device group.
 
         Args:
             stage_by_node: The stage of each node.
@@ -409,7 +418,7 @@ class PlanBuilder(ShardedPlanBuilder):
         )
 
     def with_first_devices(self, device_count: int) -> PlanBuilder:
-        """Return the same request for the first `device_count` devices of the group."""
+        """Return the same request with only the first `device_count` devices of the group."""
         if device_count == len(self.group):
             return self
         few = PlanBuilder(self.graph, self.group[:device_count], (), self.hardware, workload=self.workload)
@@ -421,7 +430,7 @@ class PlanBuilder(ShardedPlanBuilder):
         return few
 
     def build_with_layout_of_other_plan(self, plan: Plan, graph: Graph) -> Plan:
-        """Build the unverified plan of another graph with the weight and state layouts of `plan`."""
+        """Build the unverified plan of `graph`, with the weight and state layouts of `plan`, of another graph."""
         if graph is self.graph:
             return plan
         return PlanBuilder(

@@ -2,8 +2,8 @@
 
 Every split mode takes the same steps:
 
-1. `sharding` chooses the device of each node, or the factors to shard.
-2. `sharding.emit` and `sharding.layers` emit the graph of each device.
+1. `sharding` chooses the device of each node, or the factors (indices of the graph) to shard.
+2. `sharding.partitioner` or `sharding.layer_split` emits the graph of each device.
 3. `lowering` turns each graph into a program.
 4. `verifier` proves the plan.
 """
@@ -202,7 +202,7 @@ def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) ->
 
 
 def _can_keep_layout(earlier: Value, value: Value) -> bool:
-    """Return whether a leaf of a new graph can keep the layout of the leaf of equal name in an earlier plan.
+    """Return whether a weight or state of a new graph can keep its layout in an earlier plan.
 
     Two weights need equal specs. Two states need equal dtypes and ranks; their sizes may differ.
     """
@@ -214,7 +214,7 @@ def _can_keep_layout(earlier: Value, value: Value) -> bool:
 
 
 def _expand_tensor_split(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
-    """Expand the tensor split to one share for each device, with zero for missing shares.
+    """Expand the tensor split to one share for each device; missing shares at the end are zero.
 
     Without a tensor split all shares are equal. Raises `PlanError` for a split with too many or invalid shares.
     """

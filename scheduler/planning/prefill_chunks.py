@@ -33,7 +33,11 @@ CALIBRATED_VISIBLE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """The chunks of a prompt: their token counts, in order, and the predicted seconds of all chunks."""
+    """The chunks of a prompt, and the predicted seconds of the prefill.
+
+    - `chunk_sizes` has the token count of each chunk, in order.
+    - `seconds` is the time until the last pipeline stage has computed the last chunk.
+    """
 
     chunk_sizes: tuple[int, ...]
     seconds: float
@@ -42,13 +46,13 @@ class PrefillChunks:
 class ChunkTimeModel:
     """A model of the time of a prefill chunk on each pipeline stage, interpolated from four plans.
 
-    The plans have few or many tokens, and few or many cells of the KV cache. Between them, the time is bilinear in
-    tokens and cells.
+    The four plans combine few or many tokens with few or many cells of the KV cache. Between them, the time is bilinear
+    in tokens and cells.
 
     Args:
         plan_of: Returns the plan of a run with a token count and a cell count.
-        token_counts: Few and many tokens.
-        cell_counts: Few and many cells of the context.
+        token_counts: The smaller and the larger token count of the plans.
+        cell_counts: The smaller and the larger cell count of the plans.
     """
 
     def __init__(self, plan_of: PlanForChunk, token_counts: tuple[int, int], cell_counts: tuple[int, int]) -> None:
@@ -67,16 +71,25 @@ class ChunkTimeModel:
         ]
 
     def _compute_relative_position(self, token_count: int, end_token: int) -> tuple[float, float]:
-        """Compute the position of a run relative to the four plans: in tokens and in cells, 0 for few, 1 for many.
+        """Compute the coordinates of a run in the model, as the pair (tokens, cells).
 
-        The run has `token_count` tokens and ends at sequence length `end_token`. A token sees all cells before the
+        0 stands for the smaller count of the four plans, 1 for the larger count. A token reads all cells before the
         run, and on average half of the cells of the run.
+
+        Args:
+            token_count: The tokens of the run.
+            end_token: The sequence length at the end of the run.
         """
         cells = (end_token - token_count / 2) / CALIBRATED_VISIBLE_SHARE
         return (token_count - self._min_tokens) / self._token_span, (cells - self._min_cells) / self._cell_span
 
     def predict_stage_times(self, token_count: int, end_token: int) -> list[StageTime]:
-        """Predict the time of each stage for a run of `token_count` tokens that ends at sequence length `end_token`."""
+        """Predict the time of each pipeline stage for one chunk: its messages and its compute.
+
+        Args:
+            token_count: The tokens of the chunk.
+            end_token: The sequence length at the end of the chunk.
+        """
         m, n = self._compute_relative_position(token_count, end_token)
         message_seconds, work = (
             [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of]
@@ -85,7 +98,14 @@ class ChunkTimeModel:
         return [*map(StageTime, message_seconds, work)]
 
     def predict_slowest_stage_seconds(self, token_count: int, end_token: int) -> float:
-        """Predict the compute seconds of the slowest stage; called some hundred times before a prompt begins."""
+        """Predict the compute seconds of the slowest pipeline stage for one chunk.
+
+        This function is fast, because it is called some hundred times before a prompt begins.
+
+        Args:
+            token_count: The tokens of the chunk.
+            end_token: The sequence length at the end of the chunk.
+        """
         m, n = self._compute_relative_position(token_count, end_token)
         return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work_coefficients))
 
@@ -96,9 +116,9 @@ def _compute_bilinear_coefficients(
     few_tokens_many_cells: float,
     many_tokens_many_cells: float,
 ) -> tuple[float, float, float, float]:
-    """Compute the coefficients of 1, x, y and x * y of the bilinear function with these values at four corners.
+    """Compute the coefficients a, b, c, d of the bilinear function a + b x + c y + d x y from four corner values.
 
-    The corners are few or many tokens (x), and few or many cells (y).
+    x is 0 for few tokens and 1 for many tokens. y is 0 for few cells and 1 for many cells.
     """
     return (
         few_tokens_few_cells,
@@ -111,10 +131,10 @@ def _compute_bilinear_coefficients(
 def choose_prefill_chunks(
     token_count: int, past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> PrefillChunks:
-    """Choose the prefill chunks of a prompt: the fewest chunks with nearly the shortest time.
+    """Choose the prefill chunks of a prompt: the fewest chunks that take about the shortest time.
 
-    Each considered split has the largest chunks that take at most a time limit. The limits are the times of a chunk
-    of each size at the beginning and at the end of the prompt.
+    Several splits are compared. A split has a time limit, and chunks as large as the limit allows. The limits are the
+    times of a chunk of each allowed size, at the beginning and at the end of the prompt.
 
     Args:
         token_count: Tokens of the prompt that are not in the KV cache yet.
@@ -144,9 +164,17 @@ def choose_prefill_chunks(
 def _split_into_chunks_within_time(
     max_seconds: float, past_tokens: int, end_token: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> tuple[int, ...]:
-    """Split a prompt into the largest chunks that take at most `max_seconds` each on the slowest stage.
+    """Split a prompt into the largest chunks that take at most `max_seconds` each on the slowest pipeline stage.
 
-    A chunk of the smallest size may take longer.
+    If even a chunk of the smallest allowed size takes longer, this size is used. Returns the token counts of the
+    chunks.
+
+    Args:
+        max_seconds: The time limit of a chunk.
+        past_tokens: Tokens that are already in the KV cache.
+        end_token: The sequence length at the end of the prompt.
+        allowed_sizes: The chunk sizes with a plan, ascending.
+        time_model: The model of the stage times.
     """
     chunk_sizes: list[int] = []
     while past_tokens < end_token:
@@ -163,7 +191,7 @@ def _split_into_chunks_within_time(
 def compute_pipelined_prefill_seconds(
     chunk_sizes: Sequence[int], past_tokens: int, allowed_sizes: Sequence[int], time_model: ChunkTimeModel
 ) -> float:
-    """Compute the seconds of a prompt's prefill in pipelined chunks, until the last stage has the last chunk.
+    """Compute the seconds of a prompt's prefill in pipelined chunks, until the last stage has computed the last chunk.
 
     Args:
         chunk_sizes: The token counts of the chunks.
@@ -181,5 +209,5 @@ def compute_pipelined_prefill_seconds(
 
 
 def round_up_to_chunk_size(token_count: int, allowed_sizes: Sequence[int]) -> int:
-    """Round a token count up to the smallest allowed chunk size that is large enough."""
+    """Round a token count up to the next allowed chunk size."""
     return allowed_sizes[bisect_left(allowed_sizes, token_count)]

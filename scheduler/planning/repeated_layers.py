@@ -1,9 +1,11 @@
 """Plans of graphs with repeated layers, built from a shortened graph.
 
-A repetition is one repeated layer of the user's deep graph. The short graph keeps one repetition of each kind. The
-shard ranges of the devices recur after some repetitions, so a device has few kinds. Each kind is partitioned, lowered
-and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the device plans of the
-short graph at the first access.
+- The deep graph is the graph of the user. A repetition is one of its repeated layers.
+- The short graph has a few repetitions, and each stands for several repetitions of the deep graph. Repetitions of one
+  kind are repetitions with the same stand-in. There are several kinds, because the shard ranges of a device differ by
+  rounding and recur after some repetitions.
+- Each kind is partitioned, lowered and verified once (`verifier.repeats`).
+- The device plans of the deep graph are unrolled from the device plans of the short graph at the first access.
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ The smallest number within the deviation is taken, else the largest number.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedPlan:
-    """A plan's parts for a graph with repeated layers: device plans, and the layouts of leaves and outputs.
+    """The parts of a plan for a graph with repeated layers: device plans, and the layouts of leaves and outputs.
 
-    `build_with_chunks(chunks)` returns the same parts with overlap chunks, or None if chunks cannot be repeated. It
-    is None if the sums over devices have too few tokens.
+    `build_with_chunks(chunks)` builds the same parts with overlap chunks (parts of the tokens), or returns None if that
+    is impossible. The field is None for two reasons: the sums over devices have too few tokens, or the devices do not
+    overlap collectives with compute.
     """
 
     device_plans: tuple[DevicePlan, ...]
@@ -66,16 +69,16 @@ def plan_repeated_layers(
     hardware: Hardware,
     fixed_layouts: Mapping[str, Layout] | None = None,
 ) -> RepeatedPlan | None:
-    """Plan the repeated layers of a graph once, in a shortened graph; None if that is impossible or saves little.
+    """Plan the repeated layers of a graph once, in a short graph that keeps only a few of them.
 
-    It is impossible if the repetitions are distributed differently over the devices, or if a layout would differ from
-    `fixed_layouts`.
+    The result is None if that saves too few nodes, or is impossible. It is impossible if the layers are sharded
+    differently, or if a layout would differ from `fixed_layouts`.
 
     Args:
-        graph: The deep graph, with all layers.
+        graph: The graph with all layers.
         repeated_layers: The repeated layers of `graph`.
         group: The devices.
-        sharded_factors: The sharded factors, listed at every leaf that has them.
+        sharded_factors: The sharded factors (shardable indices), listed at every weight and state that has them.
         proportions: The share of each device.
         hardware: The hardware model.
         fixed_layouts: The fixed layouts of weights and states; a plan with other layouts is rejected.
@@ -105,13 +108,13 @@ def plan_repeated_layers(
 
 
 class _ShortenedGraphSharding:
-    """The sharding of a shortened graph, which has few repeated layers, over a device group.
+    """The sharding over a device group of a short graph, which keeps only a few of the repeated layers.
 
     Args:
-        shortened: The short graph, the deep graph and their repetitions.
+        shortened: The short graph, the graph with all layers, and their repetitions.
         group: The devices.
         hardware: The hardware model.
-        sharded_factors: The sharded factors of the deep graph.
+        sharded_factors: The sharded factors (shardable indices) of the graph with all layers.
         proportions: The share of each device.
         short_factors: The sharded factors of the short graph.
     """
@@ -132,15 +135,15 @@ class _ShortenedGraphSharding:
 
     @cached_property
     def shard_ranges(self) -> ShardRanges:
-        """The index ranges that each device has of the short graph's sharded factors."""
+        """The index ranges that each device has of each factor (shardable index) of the short graph."""
         return assign_shard_ranges(
             self.shortened_graph.short_graph, self.factors, self.short_sharded_factors, self.proportions
         )
 
     def with_repetition_kind_count(self, kind_count: int) -> _ShortenedGraphSharding | None:
-        """Return the same sharding of a short graph with `kind_count` kinds of repetitions, or None.
+        """Return this sharding for a short graph that keeps `kind_count` of the repeated layers; None if impossible.
 
-        None means that the repeated layers have no such short graph, or that its repetitions are sharded differently.
+        It is impossible without such a short graph, or if its layers would be sharded differently.
         """
         return (
             self
@@ -151,7 +154,10 @@ class _ShortenedGraphSharding:
         )
 
     def _with_shortened_graph(self, shortened: ShortenedGraph | None) -> _ShortenedGraphSharding | None:
-        """Return the same sharding of another short graph; None if its repetitions are sharded differently."""
+        """Return this sharding for another short graph (a graph with only a few of the repeated layers).
+
+        The result is None without a short graph, or if the repeated layers of the user's graph are sharded differently.
+        """
         own = None if shortened is None else _map_factors_to_short_graph(shortened, self.sharded_factors)
         if shortened is None or own is None:
             return None
@@ -161,30 +167,36 @@ class _ShortenedGraphSharding:
 
     @property
     def distinct_device_count(self) -> int:
-        """The number of distinct devices: devices with shard ranges of equal sizes count once."""
+        """The number of devices with different programs: devices with shard ranges of equal sizes count once."""
         shares = (self.shard_ranges.ranges_of(factor) for factor in self.chosen_factors)
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
     def sequence_parallel_chooser(self) -> SequenceParallelChooser:
-        """The object that chooses, for the short graph, which token rows are replicated and which are sharded."""
+        """The object that decides for the short graph whether devices compute all token rows or only their shards.
+
+        The second is sequence parallelism.
+        """
         return SequenceParallelChooser(
             self.shortened_graph.short_graph, self.factors, self.chosen_factors, NO_PINS, len(self.group), self.hardware
         )
 
     @property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The sharding assignment of the short graph with replicated rows."""
+        """The layouts of all values of the short graph if each device computes all token rows after a sum over devices.
+
+        The alternative is sequence parallelism, in which each device computes only its rows.
+        """
         return self.sequence_parallel_chooser.replicated_assignment
 
     def build_partitioned_graphs(self, assignment: ShardingAssignment) -> PartitionedGraphs:
-        """Partition the short graph over all devices, by a sharding assignment."""
+        """Partition the short graph over all devices, with the layouts of `assignment`."""
         return partition_graph(self.shortened_graph.short_graph, self.factors, assignment, self.shard_ranges)
 
     def build_repeated_plan(self, partitioned_graphs: PartitionedGraphs) -> RepeatedPlan | None:
-        """Build the plan of the deep graph with all layers from the short graphs of all devices.
+        """Build the plan of the graph with all layers from the short graph of each device, which has few layers.
 
-        None if a device does not support a node, or if its repetitions cannot be repeated.
+        The result is None if a device does not support a node, or if its repeated layers cannot be unrolled.
         """
         of = self.shortened_graph
         if find_unsupported_nodes(partitioned_graphs.graphs, partitioned_graphs.source_nodes, self.group):
@@ -206,8 +218,10 @@ class _ShortenedGraphSharding:
     def build_with_overlap_chunks(self, chunks: OverlapChunks) -> RepeatedPlan | None:
         """Build the plan of the repeated layers with overlap chunks (parts of the tokens); None if that is impossible.
 
-        The last repetition is planned as a part behind the others, because its sums may have few tokens. A second try
-        does the same with the first one, because before it no sum may have been reduce-scattered yet.
+        1. First, the last of the repeated layers is planned separately, because its sums over devices may have few
+           tokens.
+        2. If the values passed from layer to layer then have different layouts, the first layer is planned separately,
+           too. Before it no sum may have been reduce-scattered yet.
         """
         inner = self.shortened_graph.deep_repetitions.drop_last()
         for runs in (inner, inner.drop_first()):
@@ -245,7 +259,7 @@ class _ShortenedGraphSharding:
 
 
 def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan | None:
-    """Plan the deep graph with all layers by a plan of its short graph; None if that saves too few nodes."""
+    """Plan a graph with repeated layers by a short graph with few of them; None if impossible or if it saves little."""
     of, group = sharding.shortened_graph, sharding.group
     if (
         of.deep_repetitions.count - of.short_count
@@ -267,7 +281,11 @@ def _plan_by_shortened_graph(sharding: _ShortenedGraphSharding) -> RepeatedPlan 
 
 
 def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: ShardedFactors) -> ShardedFactors | None:
-    """Map the sharded factors of the deep graph to the short graph; None if repetitions are sharded differently."""
+    """Map the positions of sharded factors in the user's graph to positions in the short graph with few layers.
+
+    A factor is a shardable index. The result is None if the repeated layers of the user's graph are sharded
+    differently.
+    """
     number = {node.name: at for at, node in enumerate(shortened.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in sharded_factors:
@@ -286,7 +304,10 @@ def _map_factors_to_short_graph(shortened: ShortenedGraph, sharded_factors: Shar
 
 
 def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> int:
-    """Choose the number of kinds of repeated layers in the short graph that evens out rounded shard ranges."""
+    """Choose how many repeated layers the short graph keeps, so that each device gets its proportion over all of them.
+
+    The shard ranges of a single layer are rounded. Over several layers the rounding errors cancel.
+    """
     inner = frozenset(
         sharded_factor
         for sharded_factor in short_sharding.short_sharded_factors
@@ -314,7 +335,7 @@ def _choose_repetition_kind_count(short_sharding: _ShortenedGraphSharding) -> in
 
 
 def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: ShardingAssignment) -> bool:
-    """Return whether values carried from layer to layer have equal layouts before all layers and after each."""
+    """Return whether values passed from layer to layer have equal layouts before all layers and after each layer."""
     firsts = [shortened.short_repetitions.first_node_of(run) for run in range(PREAMBLE, shortened.short_count)]
     carried = [
         [shortened.short_nodes[first + place] for first in firsts]
@@ -327,11 +348,11 @@ def _has_equal_layouts_of_carried_values(shortened: ShortenedGraph, assignment: 
 
 
 def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGraph) -> bool:
-    """Return whether a device can execute its repeated layers (repetitions) in any order, as unrolling requires.
+    """Return whether a device's instructions for the repeated layers can be unrolled to the graph with all layers.
 
-    - The instructions of each kind are consecutive, and the kinds are in order.
-    - A value that the next repetition reads has the same offset in all kinds.
-    - No state is copied at the end of all repetitions.
+    - The instructions of each kind of layer are consecutive, and the kinds are in order.
+    - A value that the next layer reads has the same memory offset in all kinds.
+    - No state is copied at the end of all layers.
     """
     kinds = find_repetition_kinds_of_instructions(device_plan.graph, device_plan.program, shortened)
     copies = any(
@@ -356,10 +377,7 @@ def _has_repeatable_instructions(device_plan: DevicePlan, shortened: ShortenedGr
 
 
 def _list_carried_values(graph: Graph, repetition_of_node: Mapping[Node, int]) -> Iterator[Value]:
-    """List the values that a repeated layer reads from the layer before it.
-
-    For a view, the value that owns its memory is listed.
-    """
+    """List the values that a repeated layer reads from the layer before it; views are replaced by their base values."""
     for node in graph.nodes:
         for source in node.inputs:
             base = _find_memory_owner(source)

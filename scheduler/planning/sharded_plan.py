@@ -1,6 +1,8 @@
 """Plans with sharded factors: from a factor choice to the graphs of all devices, with pins and overlap chunks.
 
-A factor is an index of the graph that a plan can shard. A pin is a node that only one device may compute.
+- A factor is an index of the graph that a plan can shard.
+- A pin assigns a node to one device, which alone computes it.
+- Overlap chunks are parts of the tokens: one chunk is sent while the next one is computed.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class ShardedPlanBuilder:
     """Builds sharded plans for one checked request of the planner: the chosen factors are divided over the devices.
 
     - `earlier_layouts`: the layouts of an earlier plan over the same weights and states.
-    - `user_pins`: the pins of the placement rules.
+    - `user_pins`: the nodes that the placement rules assign to one device.
     - `unrepeated_reasons`: why repeated layers are not planned once, as text for `explain`.
 
     Args:
@@ -105,7 +107,10 @@ class ShardedPlanBuilder:
         return self.factor_search.factors
 
     def build_sharded(self, choice: FactorChoice, fixed_pins: Pins | None = None) -> Plan:
-        """Build the plan in which the chosen factors are sharded, except at pinned nodes and leaves.
+        """Build the plan that shards the chosen factors (shardable indices of the graph) over the devices.
+
+        Pinned nodes and leaves are not sharded: they stay on one device. Overlap chunks are used if they make the plan
+        faster.
 
         Args:
             choice: The factors to shard, and the alternatives as reasons.
@@ -173,9 +178,13 @@ class ShardedPlanBuilder:
     def _build_from_shortened_graph(
         self, choice: FactorChoice, fixed_layouts: Mapping[str, Layout] | None = None
     ) -> Plan | None:
-        """Build the plan of a graph with repeated layers from a shortened graph; None if that is impossible.
+        """Build the plan of a graph with repeated layers from a shortened graph, which has only a few of these layers.
 
-        Pins or differences between repetitions make it impossible.
+        The result is None if nodes are pinned to devices, if the repetitions differ, or if too few nodes are saved.
+
+        Args:
+            choice: The factors to shard, and the alternatives as reasons.
+            fixed_layouts: The layouts of an earlier plan; a plan with other layouts is rejected.
         """
         if self.user_pins or self.unrepeated_reasons or pin_discrete_choices(self.graph, self.group):
             return None
@@ -208,7 +217,10 @@ class ShardedPlanBuilder:
         pins: Mapping[Node, Pin],
         build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], PartitionedGraphs]],
     ) -> tuple[Mapping[Node, Pin], PartitionedGraphs]:
-        """Pin nodes to other devices until every device supports its nodes; return the pins and the graphs.
+        """Move each node that its device does not support to another device, until all nodes are supported.
+
+        A pin assigns a node to one device. Each round builds the graphs again. Returns the pins and the graphs of the
+        last round.
 
         Args:
             pins: The pins so far.
@@ -237,7 +249,7 @@ class ShardedPlanBuilder:
         reasons: tuple[str, ...],
         pins: Mapping[Node, Pin],
     ) -> Plan:
-        """Assemble the plan: lower the graphs of all devices, and add layouts, reasons and pins."""
+        """Assemble a plan from the graphs of all devices: lower them to programs, and add layouts, reasons and pins."""
         device_plans = build_device_plans(partitioned_graphs.graphs, self.group)
         placed = list_pinned_nodes(self.graph, pins)
         shares = tuple(self.tensor_split)
@@ -257,11 +269,17 @@ class ShardedPlanBuilder:
 def choose_plan_with_overlap_chunks(
     unchunked_plan: Plan, build_with_chunks: Callable[[OverlapChunks, str], Plan | None]
 ) -> Plan:
-    """Choose the fastest plan: `unchunked_plan`, or a plan with overlap chunks from `build_with_chunks`.
+    """Choose the fastest plan: `unchunked_plan`, or a plan in which the tokens are split into overlap chunks.
 
-    A plan must save `MIN_GAIN`, because predictions are not more exact. The chunk count grows while enough
-    unoverlapped collective time is left. With reduce-scattered chunks, two collectives of each sum have no overlap:
-    the reduce-scatter of the last chunk and the all-gather of the first. Such a plan must save more than these take.
+    1. A chunk is sent while the next one is computed. The chunk count grows while enough collective time has no
+       overlap.
+    2. A plan with chunks must save the share `MIN_GAIN` of the time, because predictions are not more exact.
+    3. With reduce-scattered chunks, two collectives of each sum have no overlap: the reduce-scatter of the last chunk
+       and the all-gather of the first. Such a plan must save more than these take.
+
+    Args:
+        unchunked_plan: The plan without chunks.
+        build_with_chunks: Builds a plan with chunks, and with a text as one more reason; returns None if impossible.
     """
     best, best_seconds = unchunked_plan, unchunked_plan.cost.total * (1 - MIN_GAIN)
     enough, waiting = (

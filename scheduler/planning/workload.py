@@ -1,7 +1,8 @@
 """Workloads: the prompts and the decode steps of several sequences for which a layout is chosen.
 
-A layout is scored by the whole workload, because weights are stored once. One layout may be better for prompts and
-another for decode steps. A layer split is fast only where pipelined runs keep its devices busy.
+A layout is scored by the whole workload, because prompts and decode steps use the same stored weights. One layout may
+be better for prompts and another for decode steps. A layer split is fast only where pipelined runs keep its devices
+busy.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ PlanForRun = Callable[[int, int], Plan]
 class Workload:
     """A workload for which a layout is chosen: `sequence_count` sequences, each with a prompt and new tokens.
 
-    `build_graph(sequences, tokens)` returns the graph of a run in which each of `sequences` sequences gets `tokens`
-    tokens. `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
+    - `build_graph(sequences, tokens)` returns the graph of a run that gives each sequence `tokens` tokens.
+    - `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
+    - `prompt_tokens` and `new_tokens` count the tokens of each sequence.
     """
 
     build_graph: Callable[[int, int], Graph]
@@ -46,7 +48,10 @@ class Workload:
 
     @property
     def balanced_graph(self) -> Graph:
-        """The graph for which the stages of a layer split are balanced: a whole prompt, or a step of all sequences."""
+        """The graph for which a layer split balances its stages: the run of a whole prompt, or a step of all sequences.
+
+        The step is used if the workload has no prompts.
+        """
         return (
             self.build_graph(1, self.prompt_tokens) if self.prompt_tokens else self.build_graph(self.sequence_count, 1)
         )
@@ -54,7 +59,10 @@ class Workload:
     def score_plans(
         self, plan_of: PlanForRun, counts_of: MicroBatchCounts = list_micro_batch_counts
     ) -> tuple[float, str]:
-        """Score the plans of one layout: return the seconds of the workload, and a phrase about pipelined runs.
+        """Score the plans of one layout by the predicted seconds of the workload.
+
+        Returns the seconds, and a phrase such as ``in 2 micro-batches`` about pipelined runs; it is empty without such
+        runs.
 
         Args:
             plan_of: Returns the plan of a run.
@@ -68,7 +76,7 @@ class Workload:
         return self.new_tokens * choice.step_seconds + self.sequence_count * read, ", ".join(how)
 
     def _estimate_prefill_seconds_and_chunk_count(self, plan_of: PlanForRun) -> tuple[float, int]:
-        """Estimate the seconds of one prompt's prefill; return them with the number of prefill chunks."""
+        """Estimate the seconds of the prefill of one prompt and its number of chunks; return (seconds, chunk count)."""
         step = plan_of(self.sequence_count, 1)
         if count_pipeline_stages(step) > 1 and estimate_pipeline_speedup(step) >= MIN_PIPELINE_SPEEDUP:
             ends = (self.chunk_sizes[0], self.chunk_sizes[-1])
@@ -92,9 +100,9 @@ class OptimisticWorkloadEstimator:
         self._seconds_by_run: dict[tuple[int, int], tuple[float, float]] = {}
 
     def estimate_candidate(self, candidate: Candidate, single_device_seconds: float) -> Candidate:
-        """Estimate a candidate for the workload: return it with these estimates instead of estimates for one run.
+        """Return the candidate with estimates for the whole workload in place of estimates for one run.
 
-        The devices of a group share all work of a prompt except launches.
+        For prompts, the devices of a stage share all work except kernel launches.
 
         Args:
             candidate: The candidate, with estimates for one step of all sequences.
@@ -142,9 +150,9 @@ class OptimisticWorkloadEstimator:
         )
 
     def choose_micro_batch_counts(self, sequence_count: int, stage_count: int) -> list[int]:
-        """Choose the micro-batch count with the lowest estimate.
+        """Choose the micro-batch count with the shortest estimated step; return it as a list.
 
-        Returns a list with this count, or an empty list if there is no count to consider.
+        The list is empty if there are fewer than two sequences or stages.
         """
         counts = list_micro_batch_counts(sequence_count, stage_count)
         return [min(counts, key=lambda n: self._estimate_step_seconds(n, stage_count))] if counts else []
@@ -158,7 +166,7 @@ class OptimisticWorkloadEstimator:
         )
 
     def _estimate_prefill_seconds(self, stage_count: int, device_count: int) -> float:
-        """Estimate the seconds of a prompt, as one run or in pipelined prefill chunks.
+        """Estimate the seconds of the prefill of a prompt: the faster of one run and pipelined chunks.
 
         Args:
             stage_count: The number of pipeline stages.
@@ -175,7 +183,13 @@ class OptimisticWorkloadEstimator:
         )
 
     def _estimate_run_seconds(self, sequence_count: int, token_count: int, device_count: int = 1) -> float:
-        """Estimate the seconds of a run on `device_count` devices that share the work; each launches all kernels."""
+        """Estimate the seconds of one run on several devices: they share the compute, but each launches all kernels.
+
+        Args:
+            sequence_count: The sequences of the run.
+            token_count: The tokens of each sequence.
+            device_count: The number of devices.
+        """
         if (sequence_count, token_count) not in self._seconds_by_run:
             done = AssignmentCost(
                 self.workload.build_graph(sequence_count, token_count), 1, self.hardware

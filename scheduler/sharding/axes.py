@@ -27,9 +27,12 @@ from collections.abc import Iterable, Sequence
 class Factor:
     """A shardable index of the graph with `size` values, which may occur in several axes, such as the attention heads.
 
-    This is a union-find structure; compare factors by their root. A factor that was merged into another one has it in
-    `up`. A factor that was split into a product has `parts`, and a factor that was split into a concatenation has
-    `segments`.
+    Factors are nodes of a union-find structure, so compare them by `find_root`.
+
+    - `up` is the factor into which this one was merged.
+    - `parts` are the outer and the inner factor, if this one was split into a product.
+    - `segments` are the two parts, if this one was split into a concatenation.
+    - `blocked` forbids sharding.
     """
 
     __slots__ = ("blocked", "parts", "segments", "size", "up")
@@ -50,7 +53,7 @@ class Factor:
 
     @property
     def can_be_sharded(self) -> bool:
-        """Whether a plan may shard this factor."""
+        """Whether a plan may shard this factor: it has several values and is not blocked."""
         return self.size > 1 and not self.blocked
 
     def __repr__(self) -> str:
@@ -62,7 +65,10 @@ Axis = tuple[Segment, ...]
 
 
 def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
-    """List the root factors of a product, outer first; a factor that was split is replaced by its parts."""
+    """List the current factors of a product, outer first: merged factors are replaced by their roots.
+
+    A factor that was split into a product is replaced by its outer and inner factor.
+    """
     product: list[Factor] = []
     for factor in segment:
         root = factor.find_root()
@@ -71,9 +77,9 @@ def list_root_factors(segment: Iterable[Factor]) -> list[Factor]:
 
 
 def list_segments(axis: Axis) -> list[list[Factor]]:
-    """List the segments of an axis, each as a list of root factors.
+    """List the segments of an axis (parts of a concatenation such as q|k|v), each as a list of factors, outer first.
 
-    An outermost factor that was split into a concatenation gives one segment for each part.
+    If the outermost factor of a segment was split into a concatenation, each part of the factor gives a segment.
     """
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
@@ -87,12 +93,12 @@ def list_segments(axis: Axis) -> list[list[Factor]]:
 
 
 def compute_product_size(product: Iterable[Factor]) -> int:
-    """Compute the product of the sizes of factors."""
+    """Compute the number of entries of a product of factors, which is the product of their sizes."""
     return math.prod(f.size for f in product)
 
 
 def forbid_sharding(factors: Iterable[Factor]) -> None:
-    """Forbid sharding of factors, because two views of one axis disagree about them."""
+    """Forbid that a plan shards these factors, because two views of one axis divide it in different ways."""
     ahead = list_root_factors(factors)
     while ahead:
         factor = ahead.pop()
@@ -102,18 +108,21 @@ def forbid_sharding(factors: Iterable[Factor]) -> None:
 
 
 def forbid_axis_sharding(axis: Axis) -> None:
-    """Forbid sharding of all factors of an axis."""
+    """Forbid that a plan shards any factor of an axis."""
     for segment in axis:
         forbid_sharding(segment)
 
 
 def split_factor(factor: Factor, outer_size: int) -> None:
-    """Split a factor, wherever it occurs, into a product of an outer factor of `outer_size` and an inner factor."""
+    """Split a factor into a product, in all axes that have it: an outer factor of `outer_size` and an inner factor."""
     factor.parts = (Factor(outer_size, factor.blocked), Factor(factor.size // outer_size, factor.blocked))
 
 
 def merge_factors(factor: Factor, other_factor: Factor) -> None:
-    """Merge two root factors of one size, wherever they occur, into one factor."""
+    """Merge two factors (shardable indices) of equal size into one, in all axes that have them.
+
+    Both are roots of the union-find structure.
+    """
     if factor is other_factor:
         return
     if other_factor.segments and not factor.segments:
@@ -125,9 +134,10 @@ def merge_factors(factor: Factor, other_factor: Factor) -> None:
 
 
 def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -> None:
-    """Unify two products of factors of equal total size, factor by factor, outer first.
+    """Make two products of factors the same product, factor by factor, outer first; their total sizes are equal.
 
-    A larger factor is split if the smaller one divides it. Otherwise sharding of the remaining factors is forbidden.
+    Factors of equal size are merged. A larger factor is split if the smaller one divides it. Otherwise this factor and
+    all inner factors may not be sharded.
     """
     left, right, i = list_root_factors(product), list_root_factors(other_product), 0
     while i < min(len(left), len(right)):
@@ -146,9 +156,10 @@ def unify_products(product: Sequence[Factor], other_product: Sequence[Factor]) -
 
 
 def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
-    """Split a segment in two before entry `entry`; return whether that is possible.
+    """Split a segment, which is a product of factors, into a concatenation of two segments at entry `entry`.
 
-    The outermost factor must have a boundary at this entry. Otherwise sharding of the segment's factors is forbidden.
+    Return whether that is possible: the entry must be a multiple of the size of the inner factors. If it is not,
+    sharding of the segment's factors is forbidden.
     """
     inner = compute_product_size(segment[1:])
     head = segment[0]
@@ -160,7 +171,7 @@ def split_segment_before_entry(segment: Sequence[Factor], entry: int) -> bool:
 
 
 def find_segment_bounds(axis: Axis) -> list[int]:
-    """Find the bounds of the segments of an axis: the first entry of each segment, and the size of the axis."""
+    """Find the bounds of the segments (concatenated parts) of an axis: their first entries, then the axis size."""
     at = [0]
     for product in list_segments(axis):
         at.append(at[-1] + compute_product_size(product))
@@ -168,7 +179,10 @@ def find_segment_bounds(axis: Axis) -> list[int]:
 
 
 def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
-    """Split an axis at the given entries, so that segments begin there; return False if one split is impossible."""
+    """Split an axis into segments (parts of a concatenation) so that one begins at each of the given entries.
+
+    Return False if a split is impossible.
+    """
     for point in first_entries:
         found = _find_segment_across_entry(axis, point)
         if found is not None and not split_segment_before_entry(*found):
@@ -177,7 +191,10 @@ def split_axis_at(axis: Axis, first_entries: Iterable[int]) -> bool:
 
 
 def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], int] | None:
-    """Find the segment with entries on both sides of `entry`, and the offset of `entry` in it; None at a boundary."""
+    """Find the segment that has entries both before and after `entry`, with the offset of `entry` in it.
+
+    The result is None if a segment begins at `entry`.
+    """
     before, ahead = entry, list(reversed(axis))
     while ahead and before > 0:
         product = list_root_factors(ahead.pop())
@@ -192,7 +209,10 @@ def _find_segment_across_entry(axis: Axis, entry: int) -> tuple[list[Factor], in
 
 
 def unify_axes(axis: Axis, other_axis: Axis) -> None:
-    """Unify two axes of one size: make them the same index, or forbid sharding of their factors."""
+    """Make two axes of equal size the same index, so that a plan shards them alike.
+
+    If that is impossible, sharding of their factors is forbidden.
+    """
     for _ in range(4):  # a split may change both axes, as they share factors
         if find_segment_bounds(axis) == find_segment_bounds(other_axis):
             break
@@ -207,7 +227,10 @@ def unify_axes(axis: Axis, other_axis: Axis) -> None:
 
 
 def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Find the factors that occur in two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
+    """Find the factors (shardable indices) that occur in two of these axes, or twice in one product.
+
+    In ``W Wᵀ`` the rows of ``W`` are in both axes.
+    """
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
         own = set[Factor]()
@@ -221,7 +244,7 @@ def find_repeated_factors(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Fac
 
 
 def make_axis(size: int, blocked: bool = False) -> Axis:
-    """Make an axis of one segment with one new factor of this size.
+    """Make an axis with a single new factor (shardable index) of `size` entries.
 
     Args:
         size: The number of entries.
@@ -231,9 +254,10 @@ def make_axis(size: int, blocked: bool = False) -> Axis:
 
 
 def multiply_axes_into_one(axes: Sequence[Axis]) -> Axis | None:
-    """Multiply axes into one product axis, outer first; return None if an inner axis has several segments.
+    """Multiply axes into one axis, outer first, as a reshape of several axes to one does.
 
-    A product of factors cannot express a concatenation inside another index.
+    The result is None if an inner axis is a concatenation, which a product of factors cannot express inside another
+    index.
     """
     wide = [a for a in axes if sum(map(compute_product_size, list_segments(a))) != 1]
     if not wide:

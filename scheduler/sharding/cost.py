@@ -20,11 +20,13 @@ from .propagation import LayoutConversion, ShardingAssignment
 class AssignmentCost:
     """Estimates the time of one run over equal devices, for any number of sharding assignments of one graph.
 
+    A sharding assignment gives each value its layout over the devices.
+
     Args:
         graph: The graph.
         device_count: The number of devices.
         hardware: The speeds of each device and of the links.
-        node_multiplicity: For a collapsed graph, the number of original nodes of each node, if more than one.
+        node_multiplicity: For a graph in which one layer stands for several, the number of original nodes of each node.
     """
 
     def __init__(
@@ -41,7 +43,10 @@ class AssignmentCost:
         self._collective_seconds: dict[tuple[str, int], float] = {}
 
     def estimate_run_time(self, assignment: ShardingAssignment) -> Estimate:
-        """Estimate the time of one run; partial sums are reduced early where that costs no more."""
+        """Estimate the time of one run: the kernels of the busiest device and all collectives, one after the other.
+
+        A partial sum may be reduced early: one all-reduce then replaces several later ones, if it costs no more.
+        """
         times, compute = (
             self.node_multiplicity,
             sum(self._compute_node_seconds_and_leaf_bytes(assignment)[: len(self.node_work)]),
@@ -59,7 +64,7 @@ class AssignmentCost:
         return Estimate(compute, seconds, count)
 
     def _estimate_conversion_seconds_of_all_layers(self, conversion: LayoutConversion) -> float:
-        """Estimate the seconds of a conversion's collective, for all original layers that its node stands for."""
+        """Estimate the seconds of a layout conversion's collective in all layers for which its node stands."""
         return self.node_multiplicity.get(conversion.value.node, 1) * self.estimate_conversion_seconds(conversion)
 
     def compute_max_stored_bytes(self, assignment: ShardingAssignment) -> float:
@@ -67,9 +72,9 @@ class AssignmentCost:
         return sum(self._compute_node_seconds_and_leaf_bytes(assignment)[len(self.node_work) :])
 
     def _compute_node_seconds_and_leaf_bytes(self, assignment: ShardingAssignment) -> list[float]:
-        """Compute the seconds of each node, then the bytes of each weight and state, as one list.
+        """Compute a list of the seconds of each node, followed by the bytes of each weight and state on one device.
 
-        Costs of nodes that are as in the base assignment are taken from there.
+        If the assignment was derived from a base assignment, only the values of recomputed nodes are computed again.
         """
         base = assignment.base_assignment
         if base is None:
@@ -83,7 +88,7 @@ class AssignmentCost:
         return each
 
     def _compute_node_seconds_or_leaf_bytes(self, node: Node, assignment: ShardingAssignment) -> float:
-        """Compute the seconds of a node, or for a weight or state the bytes on the device that has most of it."""
+        """Compute the seconds of a node; for a weight or state, the bytes on the device with the largest shard."""
         if not node.is_leaf:
             return self.node_multiplicity.get(node, 1) * self.estimate_node_seconds(node, assignment)
         layout = assignment.produced_layouts[node.results[0]]
@@ -126,21 +131,21 @@ class AssignmentCost:
 
 
 def choose_conversion_collective(conversion: LayoutConversion) -> tuple[str, int]:
-    """Choose the collective that stands for a conversion in cost estimates; return its op and the value's bytes.
+    """Choose the collective that stands for a layout conversion in time estimates, as (op name, bytes of the value).
 
-    A sum that ends whole costs an all-reduce. All other conversions cost an all-gather.
+    It is an all-reduce for a partial sum that ends whole. It is an all-gather for all other conversions.
     """
     is_all_reduce = conversion.source_layout.is_partial and not isinstance(conversion.target_layout, FactorShard)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
 def _estimate_bytes_accessed_per_device(total_bytes: float, whole_values: Iterable[Value], share: float) -> float:
-    """Estimate the bytes that a device with a shard reads and writes.
+    """Estimate the bytes that one device reads and writes for a sharded node.
 
     Args:
         total_bytes: The bytes of all operands and results on one device without sharding.
-        whole_values: The values that each device has whole.
-        share: The share of all other values that the device has.
+        whole_values: The operands and results that each device has whole.
+        share: The share of all other operands and results that the device has.
     """
     whole = min(total_bytes, sum(v.spec.nbytes for v in whole_values))
     return whole + (total_bytes - whole) * share

@@ -1,8 +1,8 @@
 """Early sums: one all-reduce for a partial sum, in place of one for each of several values that are computed from it.
 
-A partial sum passes through views and other linear ops. A collective completes the sum where a reader needs all
-terms. Three slices of a partial sum would need three all-reduces. One all-reduce before the slices moves the same
-bytes with one latency.
+In a partial sum, each device has only some of the terms. It passes unsummed through views and other linear ops, until a
+reader needs all terms. Then an all-reduce completes it. Three slices of a partial sum would need three all-reduces. One
+all-reduce before the slices moves the same bytes with one latency.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def find_partial_sums_to_reduce_early(
     estimate_seconds: Callable[[LayoutConversion], float],
     row_factor: Factor | None = None,
 ) -> list[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Find partial sums that should be reduced early: one all-reduce replaces several later ones at no higher cost.
+    """Find partial sums that should be reduced early: one collective replaces several later ones at no higher cost.
 
-    Considered are sums to whole values, and sums scattered by `row_factor`. If a sum replaces another one of the
-    list, the other one comes first, and both savings count.
+    Two kinds of sums are considered: all-reduces, and reduce-scatters of rows. If an early sum of the list replaces
+    another early sum of the list, the replaced sum comes first, and the savings of both count.
 
     Args:
         assignment: The layouts and conversions of the graph.
         estimate_seconds: Returns the predicted seconds of the collective of a sum.
-        row_factor: The factor that scatters the rows of sums.
+        row_factor: The factor of the rows that reduce-scatters divide over the devices; None without reduce-scatters.
 
     Returns:
         Each early sum with the sums that it replaces.
@@ -48,7 +48,9 @@ def _choose_partial_sums_to_reduce_early(
     target_layout: FactorLayout,
     estimate_seconds: Callable[[LayoutConversion], float],
 ) -> Iterator[tuple[LayoutConversion, Sequence[LayoutConversion]]]:
-    """Choose partial sums to reduce early, from the last values to the first; yield each with the sums it replaces.
+    """Choose partial sums to reduce early, from the last values of the graph to the first.
+
+    Yields each early sum with the later sums that it replaces.
 
     Args:
         assignment: The layouts and conversions of the graph.
@@ -80,7 +82,7 @@ def _choose_partial_sums_to_reduce_early(
 def _find_next_values_on_paths_to_sums(
     assignment: ShardingAssignment, sums: Iterable[Value]
 ) -> dict[Value, list[Value]]:
-    """Find for each partial sum the values that are computed from it, on paths to one of `sums`."""
+    """Map each partial sum to the partial sums that are directly computed from it, on paths to one of `sums`."""
     below: dict[Value, list[Value]] = {}
     seen = set[Value]()
     for value in sums:
@@ -92,7 +94,10 @@ def _find_next_values_on_paths_to_sums(
 
 
 def _find_passed_on_partial_sum(assignment: ShardingAssignment, value: Value) -> Value | None:
-    """Find the only partial sum that the node of `value` reads and passes on, or return None."""
+    """Find the partial sum that the node of `value` reads and passes on without summing it.
+
+    The result is None if the node passes on no partial sum, or reads several.
+    """
     node = value.node
     if not assignment.node_layouts[node].is_partial:
         return None

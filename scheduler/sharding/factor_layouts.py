@@ -44,7 +44,7 @@ from .axes import Factor
 
 @dataclass(frozen=True, slots=True)
 class FactorShard:
-    """The layout of a value that `factor` shards: each device has the entries of its own indices of `factor`."""
+    """The layout of a value that `factor` shards: each device has the entries of its own indices of the factor."""
 
     factor: Factor
     is_partial = False
@@ -52,10 +52,11 @@ class FactorShard:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPartial:
-    """The layout of a routed partial sum: each entry comes from one device and is zero on all others.
+    """The layout of a routed partial sum: each entry is complete on one device and zero on all others.
 
-    The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
-    table. The first axes of the value are the axes of `index_operand`.
+    Such a sum is the result of a lookup in a table with rows that `factor` shards. An entry is complete on the device
+    that has its table row. `index_operand` has the row number of each entry. The first axes of the value are the axes
+    of `index_operand`.
     """
 
     factor: Factor
@@ -65,7 +66,10 @@ class RoutedPartial:
 
 @dataclass(frozen=True, slots=True)
 class FixedShard:
-    """The layout in which each device has a shard that an earlier plan over the same weights and states fixed."""
+    """The layout of a weight or state that keeps the shards of an earlier plan.
+
+    No factor of the graph has to describe these shards.
+    """
 
     layout: Shard
     is_partial = False
@@ -76,9 +80,9 @@ FactorLayout: TypeAlias = Replicate | FactorShard | Partial | RoutedPartial | Lo
 
 
 def find_conversion_path(source_layout: FactorLayout, target_layout: FactorLayout) -> tuple[FactorLayout, ...]:
-    """Find the path of conversions from one layout to another: the layouts that the value gets, one after the other.
+    """Find the layouts that a value gets, one after the other, on its way from `source_layout` to `target_layout`.
 
-    Each conversion is one collective, message or slice. The path is empty if no conversion is needed.
+    Each step is one collective, message or slice. The path is empty if no conversion is needed.
 
     Raises:
         AssertionError: `target_layout` is a `RoutedPartial` other than `source_layout`.

@@ -62,7 +62,7 @@ from .axes import (
 class FactorRoles:
     """The roles of the factors of a node: coupled, contracted or indexed.
 
-    - `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
+    - A plan may not shard `coupled_factors` at this node: the op forbids it, or one factor is two indices of the node.
     - `contracted_factors` are summed over.
     - `indexed_factor` has the rows of a table that the node looks up.
     """
@@ -109,28 +109,32 @@ class Factors:
     # ------------------------------------------------------------------------------------------------ questions
 
     def axes_of(self, value: Value) -> tuple[list[list[Factor]], ...]:
-        """Return for each axis of a value its segments, each a list of factors, outer first.
+        """Return the axes of a value; each axis is a list of segments, and each segment a list of factors, outer first.
 
         A segment is one part of a concatenated axis, such as q|k|v.
         """
         return self._final_segments[value]
 
     def factors_of(self, value: Value) -> frozenset[Factor]:
-        """Return all factors that occur in an axis of a value."""
+        """Return all factors (shardable indices) that occur in an axis of a value."""
         return self._factor_sets[value]
 
     def roles_of(self, node: Node) -> FactorRoles:
-        """Return the roles of a node's factors: which are coupled, contracted or indexed."""
+        """Return the roles of a node's factors: coupled (may not be sharded), contracted (summed over) or row index."""
         return self._factor_roles[node]
 
     def describe_factor(self, factor: Factor) -> str:
-        """Describe a factor by its name in an op signature, such as ``kv heads``; empty if the name is one letter."""
+        """Describe a factor by its name in an op signature, such as ``kv heads``; empty for a name of one letter."""
         return self._factor_words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
 
     def _create_leaf_axes(self, node: Node) -> None:
-        """Create the axes of a leaf: one factor for each axis, and a blocked factor for each quantisation block."""
+        """Create the axes of a weight, state, input or constant, with one new factor for each axis.
+
+        The last axis of a quantised leaf is a product of two factors: the blocks, and the entries of a block. The
+        second is never sharded.
+        """
         spec = node.specs[0]
         axes = [make_axis(n) for n in spec.shape]
         if spec.dtype.is_quantised:
@@ -138,9 +142,9 @@ class Factors:
         self._axes[node.results[0]] = tuple(axes)
 
     def _unify_axes_by_signature(self, node: Node, declared: Op[Any]) -> None:
-        """Unify the operand axes with equal names in the op's signature, and create the axes of the results.
+        """Give operand axes with equal names in the op's signature equal factors, and create the axes of the results.
 
-        Unified axes have the same factors, so a plan shards them alike.
+        Factors are shardable indices, so a plan shards unified axes alike.
         """
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
@@ -180,7 +184,7 @@ class Factors:
                 )
 
     def _unify_indexed_axes(self, node: Node, declared: Op[Any], dimension: Dimension, axis: Axis, size: int) -> None:
-        """Unify the axes that the same row numbers index, so that they have equal shard ranges.
+        """Unify the axes of all tables that the same row numbers index, so that a device has the same rows of each.
 
         Args:
             node: The node that looks up rows.
@@ -196,7 +200,14 @@ class Factors:
     def _unify_axis_with_dimension(
         self, dimension: Dimension, axis: Axis, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> None:
-        """Unify an axis with the axes of a signature dimension's names; the first axis with a name stands for it."""
+        """Unify the axis of an operand with the signature dimension of equal name.
+
+        Args:
+            dimension: The dimension of the signature, such as ``d`` or ``(h d)``.
+            axis: The axis of the operand.
+            axis_by_name: The first axis of each name so far; a new name is added.
+            size_by_name: The size of each name.
+        """
         if len(dimension.factors) == 1 and dimension.factors[0] not in axis_by_name:
             axis_by_name[dimension.factors[0]] = axis
         else:
@@ -205,7 +216,7 @@ class Factors:
     def _build_axis_of_dimension(
         self, dimension: Dimension, axis_by_name: dict[str, Axis], size_by_name: Mapping[str, int]
     ) -> Axis:
-        """Build the axis of a signature dimension such as ``(h d)``: the product of the axes of its names."""
+        """Build the axis of a signature dimension such as ``(h d)``: the product of the axes named ``h`` and ``d``."""
         parts = [
             make_axis(int(f), blocked=True) if f.isdecimal() else axis_by_name.setdefault(f, make_axis(size_by_name[f]))
             for f in dimension.factors
@@ -217,7 +228,7 @@ class Factors:
         return make_axis(math.prod(sum(map(compute_product_size, list_segments(p))) for p in parts), blocked=True)
 
     def _unify_leading_axes(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
-        """Unify the leading axes of every operand, and return the leading axes of the results."""
+        """Unify the leading axes of all operands, such as batch axes, and return the leading axes of the results."""
         shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
@@ -234,7 +245,7 @@ class Factors:
         return shared
 
     def _unify_contracted_axes(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
-        """Unify the leading axes that are summed over between operands, and return them with the role contracted."""
+        """Unify the leading axes over which the node sums, and return each with the role contracted."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is LeadingAxes.CONTRACTED:
@@ -246,7 +257,9 @@ class Factors:
 
     @staticmethod
     def _unify_broadcast_axis(full_axis: Axis, repeated_axis: Axis, leading_axes: LeadingAxes) -> None:
-        """Unify an axis with a smaller axis that is broadcast over it; a new factor counts the repeats.
+        """Unify an axis with a smaller axis that is broadcast over it.
+
+        The larger axis becomes the product of the smaller axis and a new factor, which counts the repeats.
 
         Args:
             full_axis: The larger axis.
@@ -268,7 +281,10 @@ class Factors:
                 unify_axes(full_axis, axis)
 
     def _create_result_axes_by_links(self, node: Node, declared: Op[Any]) -> None:
-        """Create the result axes of a view or a concatenation by the links between operand axes and result axes."""
+        """Create the result axes of a view or a concatenation from the axes of its operands.
+
+        The links of the op say which operand axes become which result axes.
+        """
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
@@ -314,7 +330,10 @@ class Factors:
         self._index_axes[node] = [self._axes[v] for v in (*node.inputs, result)]
 
     def _build_product_of_operand_axes(self, operand: Value, axis_numbers: Sequence[int]) -> Axis:
-        """Build the product of several operand axes as one axis; a blocked new axis if they have no product."""
+        """Multiply several axes of an operand into one axis.
+
+        If they have no product, the result is a new axis that no plan may shard.
+        """
         axes = [self._axes[operand][a] for a in axis_numbers]
         product = multiply_axes_into_one(axes)
         if product is None:
@@ -325,10 +344,10 @@ class Factors:
 
     @staticmethod
     def _slice_axis(axis: Axis, start: int, length: int) -> Axis:
-        """Slice an axis: return its segments from entry `start` on, `length` entries long.
+        """Slice an axis: return the segments of the `length` entries from entry `start` on.
 
-        An axis of at most `length` entries is returned whole. If no segment boundary is possible at an end, the
-        result is a blocked new axis of size `length`.
+        An axis of at most `length` entries is returned whole. If a segment cannot begin at one of both ends, the result
+        is a new axis that no plan may shard.
         """
         if find_segment_bounds(axis)[-1] <= length:
             return axis
@@ -338,7 +357,7 @@ class Factors:
         return tuple(tuple(s) for at, s in segments if start <= at < start + length)
 
     def _forbid_sharding_of_split_inner_factors(self) -> None:
-        """Forbid sharding of factors that are split into segments and are an inner factor of some product."""
+        """Forbid sharding of factors that were split into a concatenation and are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
                 for product in list_segments(axis):
@@ -352,11 +371,11 @@ def _compute_factor_roles(
     index_axes: Sequence[Sequence[Axis]],
     segments_of: Callable[[Axis], list[list[Factor]]],
 ) -> FactorRoles:
-    """Compute the roles of a node's factors from the roles of its axes.
+    """Compute the roles of a node's factors (coupled, contracted or indexed) from the roles of its axes.
 
     Args:
         axes_with_role: Each axis of the operands with its role in the signature.
-        index_axes: Groups of axes; a factor that occurs twice in a group is coupled.
+        index_axes: Groups of axes that are different indices; a factor that occurs twice in a group is coupled.
         segments_of: Returns the final segments of an axis.
     """
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}

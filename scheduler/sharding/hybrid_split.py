@@ -41,7 +41,8 @@ StageGroups = Sequence[Sequence[int]]
 class PipelineStage:
     """One stage of a pipeline: its graph, with inputs from earlier stages and outputs for later stages.
 
-    `input_values` and `output_values` map the names of these inputs and outputs to values of the whole graph.
+    - `input_values` maps the names of these inputs to values of the whole graph.
+    - `output_values` maps the names of these outputs to values of the whole graph.
     """
 
     graph: Graph
@@ -50,10 +51,10 @@ class PipelineStage:
 
 
 def split_devices_into_groups(devices_per_machine: int, device_count: int) -> list[list[int]]:
-    """Split the devices into groups of equal size; return the device numbers of each group, which are consecutive.
+    """Split the devices into groups of consecutive devices of equal size; return the device numbers of each group.
 
     A group has the devices of one machine. If all devices are in one machine, the number of groups is the largest
-    that does not exceed the group size.
+    divisor of `device_count` that does not exceed the group size: 8 devices form 2 groups of 4.
 
     Args:
         devices_per_machine: The number of devices of each machine; 0 for a single machine.
@@ -76,9 +77,9 @@ def split_devices_into_groups(devices_per_machine: int, device_count: int) -> li
 
 
 def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] | None:
-    """Find the device group of each pipeline stage of a plan, from the collectives in its programs.
+    """Find the device groups of the pipeline stages of a plan, from the collectives in its programs.
 
-    None means that there are not several stages of several devices.
+    The result is None for a plan without several stages of several devices each.
     """
     devices, groups = len(programs), find_collective_groups(programs)
     if not any(1 < len(group) < devices for group in groups):
@@ -91,7 +92,8 @@ def find_pipeline_stage_groups(programs: Sequence[Program]) -> list[list[int]] |
 class HybridGraphs:
     """The result of a hybrid split: the graphs of all devices, and the sharded factors.
 
-    `has_chunks` states whether a stage is or can be split into overlap chunks.
+    `has_chunks` states whether at least one stage has enough tokens for overlap chunks. Such chunks are parts of the
+    tokens: one is sent while the next is computed.
     """
 
     partitioned_graphs: PartitionedGraphs
@@ -109,7 +111,9 @@ def partition_hybrid(
     earlier_layouts: Mapping[str, Layout] | None = None,
     chunks: OverlapChunks = SINGLE_CHUNK,
 ) -> HybridGraphs:
-    """Partition a graph by a hybrid split: into pipeline stages, and each stage over its group of devices.
+    """Partition a graph into pipeline stages, and each stage over its own group of devices.
+
+    A weight or state that two stages would shard along different axes is replicated.
 
     Args:
         graph: The graph to partition.
@@ -140,7 +144,9 @@ def partition_hybrid(
 def split_into_stages(
     graph: Graph, stage_by_node: Placement, groups: StageGroups, earlier_layouts: Mapping[str, Layout]
 ) -> list[PipelineStage]:
-    """Split a graph into pipeline stages; states stay in the stage that has them already.
+    """Split a graph into one graph for each pipeline stage; values of earlier stages become inputs.
+
+    A state stays in the stage of the devices that store it in the earlier plan.
 
     Args:
         graph: The graph to split.
@@ -196,9 +202,9 @@ def split_into_stages(
 
 
 class _HybridPartitioner:
-    """Partitions pipeline stages over their device groups, one after another, and numbers the messages between them.
+    """Partitions each pipeline stage over its device group, and numbers the messages between the stages.
 
-    `conflicting_leaves` are the leaves that two stages shard along different axes.
+    `conflicting_leaves` are the weights and states that two stages shard along different axes.
     """
 
     def __init__(
@@ -237,7 +243,7 @@ class _HybridPartitioner:
         self.conflicting_leaves = frozenset(name for name, layout in self.leaf_layouts.items() if layout is None)
 
     def _partition_stage(self, stage_number: int, stage: PipelineStage) -> PartitionedGraphs:
-        """Partition one stage over its device group, and return the graphs of these devices."""
+        """Partition one pipeline stage over its device group; return the graph of each device of the group."""
         graph, group, factors = stage.graph, self.stage_groups[stage_number], Factors(stage.graph)
         chosen = factors_from_positions(graph, factors, self.requested_factors) if len(group) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_sharded)
@@ -301,7 +307,7 @@ class _HybridPartitioner:
         return part
 
     def _number_messages(self, stage_number: int, stage: PipelineStage) -> None:
-        """Number the messages from a stage to later stages: assign sender, receiver and sequence number to each."""
+        """Assign a sender, a receiver and a sequence number to each message from one stage to later stages."""
         for name, value in stage.output_values.items():
             for later in range(stage_number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].input_values.items() if v == value):
@@ -313,9 +319,9 @@ class _HybridPartitioner:
                         self.next_sequence_number += 1
 
     def _join_leaf_layouts(self, leaf: Node) -> Layout | None:
-        """Join the layouts of a leaf in all stages to one layout over all devices.
+        """Join the layouts that a weight or state has in the pipeline stages to one layout over all devices.
 
-        None means that the stages shard the leaf along different axes.
+        The result is None if the stages shard it along different axes.
         """
         if leaf.op not in ("weight", "state"):
             return REPLICATE
@@ -342,7 +348,10 @@ class _HybridPartitioner:
         return Shard(axis, tuple(runs))
 
     def build_partitioned_graphs(self) -> PartitionedGraphs:
-        """Build the graphs of all devices, with messages, and the layouts of leaves and outputs over all devices."""
+        """Build the graph of each device, with the messages between stages.
+
+        The result also has the layouts of leaves and outputs over all devices.
+        """
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (group, part) in enumerate(zip(self.stage_groups, self.stage_graphs, strict=True)):
@@ -362,7 +371,13 @@ class _HybridPartitioner:
         return PartitionedGraphs(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _add_stage_messages(self, device: int, graph: Graph, output_values: Mapping[str, Value]) -> Graph:
-        """Add the messages of a device to its graph: receives replace stage inputs, and sends follow stage outputs."""
+        """Replace the stage inputs in a device's graph by receives, and add a send for each value of another stage.
+
+        Args:
+            device: The device.
+            graph: The graph of the device.
+            output_values: The stage outputs for later stages, by name.
+        """
         received = self.received_messages[device]
 
         def rule(node: Node) -> Value | None:
@@ -385,7 +400,7 @@ class _HybridPartitioner:
 
 
 def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[int]) -> Layout:
-    """Find the layout of a leaf within one device group, from its layout over all devices."""
+    """Derive the layout of a weight or state within one device group from its layout over all devices."""
     if isinstance(layout, Shard):
         runs = tuple(layout.index_ranges[d] for d in group)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
@@ -393,9 +408,9 @@ def _find_layout_in_group(layout: Layout, shape: Sequence[int], group: Sequence[
 
 
 def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups: StageGroups) -> Placement:
-    """Derive the pipeline stage of each node from the groups that have the graph's weights and states already.
+    """Derive the pipeline stage of each node from the devices that store the graph's weights and states already.
 
-    A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
+    A node with a stored operand is in a stage with this operand. Any other node is in the latest stage of its operands.
 
     Args:
         graph: The graph to split.
@@ -417,7 +432,7 @@ def stages_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout], groups
 
 
 def _is_stored_in_group(layout: Layout, group: Sequence[int]) -> bool:
-    """Return whether a device group stores any entry of a leaf with this layout."""
+    """Return whether a device group stores any part of a weight or state with this layout."""
     if isinstance(layout, Shard):
         return any(layout.index_ranges[d] for d in group)
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(group).isdisjoint(layout.devices))

@@ -1,7 +1,8 @@
 """The layer split: whole nodes on devices, and messages for the values that another device reads.
 
-The graph is split near the points at which each device has its share of the weights, where the fewest bytes cross. That
-is between layers, where one activation crosses; inside a layer, KV caches would cross. Names of layers are not used.
+Each device should store its share of the weights. Near each ideal split point, the point with the fewest crossing bytes
+is taken. It is between layers, where one activation crosses; inside a layer, KV caches would cross. Names of layers are
+not used.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ NO_FIXED_VALUES: Mapping[Value, Local] = MappingProxyType({})
 
 
 def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Container[Node] = ()) -> Placement:
-    """Split a graph into layers of consecutive nodes: each device gets about its proportion of the stored bytes.
+    """Split a graph into consecutive nodes for each device, in proportion to the stored bytes.
 
-    Stored bytes are the bytes of weights and states; each counts for the first node that reads it. The result is the
-    device of each node.
+    The result is the device of each node. Stored bytes are the bytes of weights and states. Each counts for the first
+    node that reads it.
 
     Args:
         graph: The graph to split.
@@ -41,7 +42,7 @@ def split_layers(graph: Graph, proportions: Sequence[float], excluded_nodes: Con
 def compute_balanced_proportions(
     graph: Graph, device_count: int, hardware: Hardware = DEFAULT_HARDWARE
 ) -> tuple[float, ...]:
-    """Compute the proportions for `split_layers` that balance the predicted compute time of all devices.
+    """Compute the proportions of stored bytes with which `split_layers` gives all devices equal predicted times.
 
     Args:
         graph: The graph to split.
@@ -77,16 +78,16 @@ def _compute_first_read_leaf_bytes(nodes: Sequence[Node], excluded_nodes: Contai
 def _split_nodes_by_load(
     graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]
 ) -> Placement:
-    """Split consecutive nodes over devices so that each device has about its proportion of a load.
+    """Split consecutive nodes over devices so that each device has about its proportion of the load.
 
-    For each boundary of two devices there is an ideal load before it. A point is near if its load differs from the
-    ideal load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
-    taken.
+    1. For each boundary between two devices, compute the ideal load before it.
+    2. Consider the points near the ideal: the load differs by at most half the smaller share of the two devices.
+    3. Choose the point among them with the fewest bytes that cross it.
 
     Args:
         graph: The graph to split.
         nodes: The nodes that compute, in order.
-        loads: The load of each node, such as its seconds or new bytes.
+        loads: The load of each node, such as its seconds or stored bytes.
         proportions: The proportion of each device.
     """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
@@ -110,9 +111,10 @@ def _split_nodes_by_load(
 
 
 def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> Placement:
-    """Derive the placement of nodes from the devices that have the graph's weights and states already.
+    """Derive the device of each node from the devices that store the graph's weights and states already.
 
-    A node runs on a device that has its weight or state, otherwise on the device of its last operand.
+    A node with a stored operand runs on a device with this operand. Any other node runs on the last device of its
+    operands.
     """
     placement: dict[Node, int] = {}
     for node in graph.nodes:
@@ -126,7 +128,10 @@ def placement_from_layouts(graph: Graph, leaf_layouts: Mapping[str, Layout]) -> 
 
 
 def _compute_bytes_crossing_each_split_point(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """Compute for each point between two nodes the bytes that cross it: live values, and states in use."""
+    """Compute the bytes that would cross a split at each point between two nodes.
+
+    These are the bytes of values and states that nodes before and after the point use.
+    """
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     spans: dict[Value, list[int]] = {}
@@ -164,9 +169,9 @@ def find_devices_of_values_and_states(graph: Graph, placement: Placement) -> dic
 
 
 def order_nodes_by_message_count(graph: Graph, placement: Placement) -> Sequence[Node]:
-    """Order the nodes that compute by message count: the largest number of messages on a path to each node.
+    """Order the nodes by the largest number of messages on a path that leads to each node, fewest first.
 
-    So a device sends the results of its independent nodes before the results that wait for other devices.
+    So a device first computes and sends the results that need no values from other devices. Leaves are left out.
     """
     hops: dict[Node, int] = {}
     for node in graph.nodes:
@@ -187,14 +192,15 @@ def emit_placed_graphs(
 
     1. A value is sent at most once to each device, as soon as it is computed.
     2. A weight is on every device that reads it.
-    3. A state is on the device that computes its new value, or else that first reads it; other readers receive it.
+    3. A state is on the device that computes its new value, or else on the device of its first reader. Other readers
+       receive it.
 
     Args:
         graph: The graph to split.
         placement: The device of each node.
         device_count: The number of devices.
         fixed_layouts: Devices of weights and states from an earlier plan, which stay.
-        order: The nodes that compute, in order; by default by the number of messages before each.
+        order: The nodes that compute, in order; by default fewest messages on a path to the node first.
     """
     home = find_devices_of_values_and_states(graph, placement)
     home.update({value: layout.devices[0] for value, layout in fixed_layouts.items()})
@@ -211,7 +217,7 @@ def emit_placed_graphs(
 
 
 class _PlacedEmitter:
-    """Emits each placed node in the graph of its device, and sends and receives for readers on other devices."""
+    """Emits each node in the graph of its device, with messages for readers on other devices."""
 
     def __init__(
         self,
@@ -252,11 +258,11 @@ class _PlacedEmitter:
             self._find_or_receive_value(self.find_device_of_value(value), value)
 
     def find_device_of_value(self, value: Value) -> int:
-        """Find the device that has a value at the end of a run."""
+        """Find the device that stores a value at the end of a run; 0 for values without a device, such as inputs."""
         return self.home_devices.get(value, 0)
 
     def _find_or_receive_value(self, device: int, value: Value) -> Value:
-        """Find `value` on `device`, where it was computed, received or is a leaf; otherwise emit a message."""
+        """Find `value` in the graph of `device`, or emit a message from the device that has it."""
         key = (device, value)
         if key not in self.local_values:
             home = self.home_devices.get(value, device)
@@ -269,7 +275,7 @@ class _PlacedEmitter:
         return self.local_values[key]
 
     def _emit_message(self, value: Value, sender: int, receiver: int) -> Value:
-        """Emit a send of `value` on one device and the receive on another; return the received value."""
+        """Emit a message: the send of `value` on one device and its receive on the other; return the received value."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         name = f"{value.node.name}.to.{receiver}"
         self.sent_values[sender][make_unused_name(f"sent.{number}", self.graph.outputs)] = send(
@@ -284,7 +290,7 @@ class _PlacedEmitter:
         )
 
     def build_graphs(self) -> tuple[Graph, ...]:
-        """Build the graph of every device, with sent values as extra outputs."""
+        """Build the graph of every device; the sends are extra outputs, because nothing reads them."""
         graphs = []
         for device in range(self.device_count):
             outputs = {

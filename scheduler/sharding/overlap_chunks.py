@@ -42,9 +42,9 @@ again."""
 
 
 def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors) -> Factor | None:
-    """Find the token factor of the partial sums, if it has enough tokens for two overlap chunks; None otherwise.
+    """Find the factor (shardable index) of the tokens in partial sums over devices, for a split into overlap chunks.
 
-    A factor is a shardable index of the graph.
+    The result is None if there are too few tokens for two chunks.
     """
     rows = [
         f
@@ -56,10 +56,11 @@ def find_chunkable_token_factor(assignment: ShardingAssignment, factors: Factors
 
 @dataclass(frozen=True, slots=True)
 class OverlapChunks:
-    """The number of overlap chunks, and the condition for sequence parallelism within each chunk.
+    """A number of overlap chunks, and an optional condition for sequence parallelism within each chunk.
 
     An overlap chunk is a part of the tokens: the sum of one chunk is sent while the next chunk is computed. With
-    `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
+    `required_saving_seconds`, the tokens of each chunk are also sharded over the devices. That must save more seconds
+    of compute than this number.
     """
 
     chunk_count: int
@@ -82,6 +83,8 @@ def partition_graph_in_token_chunks(
     replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs | None:
     """Partition a graph over devices, with the nodes around each sum over devices split into chunks of tokens.
+
+    So the sum of one chunk overlaps with the compute of the next.
 
     Args:
         graph: The graph to partition.
@@ -124,7 +127,7 @@ def split_graphs_into_token_chunks(
     chunk_count: int,
     token_ranges: Sequence[tuple[int, int]] = (),
 ) -> PartitionedGraphs | None:
-    """Split the device graphs around each all-reduce into chunks of tokens, so that compute and communication overlap.
+    """Split the nodes around each sum over devices into chunks of tokens, so that collectives overlap with compute.
 
     Returns None if a node needs the tokens of all chunks of a device together.
 
@@ -133,7 +136,7 @@ def split_graphs_into_token_chunks(
         factors: The factors of the unsharded graph.
         token_factor: The factor that stands for tokens.
         chunk_count: The number of chunks.
-        token_ranges: The first token and the end of the tokens of each device, if tokens are sharded.
+        token_ranges: The pair (first token, end) of each device, if the tokens are sharded.
     """
     parts: dict[Graph, _ChunkedGraph] = {}
     for device, (graph, origins) in enumerate(
@@ -157,9 +160,9 @@ def split_graphs_into_token_chunks(
 
 
 class _ChunkTokenRanges:
-    """The token range of each chunk; with sharded tokens also the range of each chunk on each device.
+    """The range of the tokens in each chunk, and if tokens are sharded, the part of it on each device.
 
-    `chunk_bounds` has the first token and the end of each chunk.
+    `chunk_bounds` has the pair (first token, end) of each chunk.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class _ChunkTokenRanges:
         """The index ranges of each chunk on each device, from the start of the chunk."""
 
     def count_tokens(self, *, is_sharded: bool, chunk_number: int | None = None) -> int:
-        """Count the tokens of one chunk or of all chunks.
+        """Count the tokens of one chunk, or of all chunks.
 
         Args:
             is_sharded: Whether to count only the tokens of this device.
@@ -202,7 +205,7 @@ class _ChunkTokenRanges:
 
 
 class _ChunkedGraph:
-    """A device graph while it is split into token chunks: for each value its chunks, the whole value, or both."""
+    """A device graph while it is split into token chunks: it stores each value whole, in chunks, or both."""
 
     def __init__(
         self, graph: Graph, source_nodes: Mapping[Node, Node], factors: Factors, token_ranges: _ChunkTokenRanges
@@ -222,7 +225,11 @@ class _ChunkedGraph:
         self.chunk_values: dict[Value, list[Value]] = {}
 
     def can_be_chunked(self) -> bool:
-        """Return whether the graph can be computed in token chunks: producers and readers of sharded tokens agree."""
+        """Return whether each value with sharded tokens is computed and read in the same way: in chunks or whole.
+
+        Otherwise the graph cannot be split: the shards of the chunks on a device are other tokens than its shard of all
+        tokens.
+        """
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
         return all(
@@ -232,7 +239,7 @@ class _ChunkedGraph:
         )
 
     def build_chunked_graph(self, first_chunk_numbers: Mapping[int, int]) -> Graph:
-        """Build the graph with chunks of tokens in place of whole values.
+        """Build the graph in which token chunks replace whole values.
 
         Args:
             first_chunk_numbers: For each sequence number of the unsplit graph the sequence number of its first chunk.
@@ -251,10 +258,10 @@ class _ChunkedGraph:
         )
 
     def _is_per_token(self, node: Node) -> bool:
-        """Return whether a node can be computed per token chunk, and store the token axes of its results.
+        """Return whether a node treats each token separately, so that it can be computed in chunks of tokens.
 
-        The node must treat each token separately. A conversion that sums, scatters or gathers the tokens, or zeros in
-        their place, qualifies too.
+        The token axes of its results are stored. A collective that sums, scatters or gathers the tokens qualifies too,
+        as well as zeros in place of a partial sum.
         """
         if node not in self.origins and node.inputs and node.inputs[0] in self.token_axes:
             return self._is_chunkable_conversion(node, node.inputs[0])
@@ -283,9 +290,9 @@ class _ChunkedGraph:
         return True
 
     def _is_chunkable_conversion(self, node: Node, token_value: Value) -> bool:
-        """Return whether a layout conversion can be split into token chunks, and store the token axis of its result.
+        """Return whether a layout conversion can be split into token chunks; store the token axis of its result.
 
-        The conversion sums, scatters or gathers the tokens of `token_value`, or is zeros in their place.
+        It can if it sums, scatters or gathers the tokens of `token_value`, or fills zeros in place of a partial sum.
         """
         axis, is_sharded = self.token_axes[token_value], token_value in self.sharded_values
         runs = self.token_ranges.ranges_by_device
@@ -303,7 +310,9 @@ class _ChunkedGraph:
         return False
 
     def _find_token_axis(self, value: Value, local_value: Value, is_sharded: bool) -> int | None:
-        """Find the number of the axis of `local_value` that has the tokens and nothing else; None without such an axis.
+        """Find the number of the axis of `local_value` that stands for the tokens and nothing else.
+
+        The result is None if an axis combines tokens with another index, or has only a part of the tokens.
 
         Args:
             value: The value of the unsharded graph.
@@ -319,7 +328,10 @@ class _ChunkedGraph:
         )
 
     def _find_chunked_nodes(self) -> set[Node]:
-        """Find the nodes that are computed in chunks: all per-token nodes that follow the first chunked nodes."""
+        """Find the nodes to compute in token chunks: the first ones before sums, then readers of chunked values.
+
+        A reader must treat each token separately. Slices of sharded tokens that chunked nodes read are included.
+        """
         first, parted = self._find_first_chunked_nodes(), set[Node]()
         for node in self.graph.nodes:
             if node in self.per_token_nodes and (node in first or any(s.node in parted for s in node.inputs)):
@@ -332,7 +344,7 @@ class _ChunkedGraph:
         }
 
     def _find_first_chunked_nodes(self) -> set[Node]:
-        """Find the nodes with which chunks begin: all nodes between a matmul with a weight and a sum over devices."""
+        """Find the nodes at which chunks begin: from each sum over devices back to the weight matmuls before it."""
         found: set[Node] = set()
         sums = ("all_reduce", "reduce_scatter")
         stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.per_token_nodes]
@@ -344,7 +356,12 @@ class _ChunkedGraph:
         return found
 
     def _build_whole_or_chunk_node(self, node: Node, chunk_number: int | None = None) -> Node:
-        """Build a node for all tokens, or with `chunk_number` for one chunk, with operands of the same tokens."""
+        """Build the copy of a node for all tokens, or for one chunk; its operands are whole or chunks in the same way.
+
+        Args:
+            node: The node of the unsplit graph.
+            chunk_number: The number of the chunk; None for all tokens.
+        """
         src = [
             None if s is None else self._join_chunks(s) if chunk_number is None else self._slice_chunk(s, chunk_number)
             for s in node.src
@@ -361,7 +378,7 @@ class _ChunkedGraph:
         return op_of(node).build_node(src, attrs, name)
 
     def _localise_attributes_to_chunk(self, node: Node, chunk_number: int) -> Mapping[str, Attr]:
-        """Return the attributes of a node for one chunk: shapes and token ranges fit the tokens of the chunk."""
+        """Return the attributes of a node that depend on the token count, such as shapes and ranges, for one chunk."""
         result, runs = node.results[0], self.token_ranges.chunk_ranges_by_device[chunk_number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
@@ -374,7 +391,10 @@ class _ChunkedGraph:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _slice_chunk(self, value: Value, chunk_number: int) -> Value:
-        """Slice a chunk out of a value, unless the chunk exists; a value without tokens is returned whole."""
+        """Return a token chunk of a value: a computed chunk, or else a slice of the whole value.
+
+        A value without tokens is returned whole.
+        """
         if value in self.chunk_values:
             return self.chunk_values[value][chunk_number]
         if value not in self.token_axes:
@@ -384,7 +404,7 @@ class _ChunkedGraph:
         return slice_(self.whole_values[value], axis=self.token_axes[value], start=low, stop=high, name=name)
 
     def _join_chunks(self, value: Value) -> Value:
-        """Join the chunks of a value by concatenation in pairs, unless the whole value exists."""
+        """Return a whole value: the computed one, or else its token chunks, concatenated in pairs."""
         if value not in self.whole_values:
             parts = self.chunk_values[value]
             while len(parts) > 1:  # in pairs, for the fewest copies
@@ -395,6 +415,6 @@ class _ChunkedGraph:
 
 
 def _find_static_slice_range(attrs: Attrs) -> tuple[int, int] | None:
-    """Find the range (offset, length) of a slice from its attributes; None if a bound is not a number."""
+    """Find the range of a slice as the pair (first entry, length); None if a bound is known only at run time."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -30,7 +30,7 @@ from .shard_ranges import ShardRanges, compute_axis_ranges_of_factor
 class PartitionedGraphs:
     """The graphs of all devices after the partition of a graph, and the layouts of its leaves and outputs.
 
-    `source_nodes` maps, for each device, the nodes of its graph to the original nodes.
+    `source_nodes` has one mapping for each device: from nodes of its graph to nodes of the original graph.
     """
 
     graphs: tuple[Graph, ...]
@@ -48,7 +48,7 @@ def partition_graph(
     first_sequence_number: int = 0,
     replicated_outputs: Container[Value] = frozenset(),
 ) -> PartitionedGraphs:
-    """Partition a graph over devices: emit the graph of every device. With one device it is the graph itself.
+    """Partition a graph over devices: emit the graph of every device, with local shapes and collectives.
 
     Args:
         graph: The graph to partition.
@@ -80,14 +80,14 @@ def partition_graph(
 
 
 def _choose_output_layout(layout: FactorLayout) -> FactorLayout:
-    """Choose the layout in which an output ends: `Replicate` for a partial sum, else its produced layout."""
+    """Choose the layout of an output at the end of a run: whole for a partial sum, otherwise its produced layout."""
     return REPLICATE if layout.is_partial else layout
 
 
 def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, shard_ranges: ShardRanges) -> Hashable:
-    """Make a key that devices with equal graphs share.
+    """Make a key that is equal for two devices if their graphs are equal, so that the graph is emitted only once.
 
-    Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
+    Equal graphs need shard ranges of equal sizes, and no node that depends on the device number.
     """
     for c in assignment.conversions:
         if isinstance(c.target_layout, FactorShard | Local) or isinstance(c.source_layout, Local):
@@ -104,7 +104,11 @@ def _make_equal_device_graph_key(device: int, assignment: ShardingAssignment, sh
 def _narrow_replicas_to_reading_devices(
     graph: Graph, graphs: Sequence[Graph], leaf_layouts: Mapping[str, Layout], fixed_values: Container[Value]
 ) -> dict[str, Layout]:
-    """Narrow replicated weights and states, because of pins, to the devices that read them; return the new layouts."""
+    """Limit replicated weights and states to the devices that read them; return the changed layouts.
+
+    Pinned nodes, which run on one device only, can make the copies on other devices useless. Leaves in `fixed_values`
+    keep their layouts.
+    """
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
@@ -120,14 +124,17 @@ def _narrow_replicas_to_reading_devices(
 
 
 def make_unused_name(name: str, taken_names: Container[str]) -> str:
-    """Make an unused name: append tildes to `name` until it is not in `taken_names`."""
+    """Return `name` with as many tildes appended as it takes to differ from all `taken_names`."""
     while name in taken_names:
         name += "~"
     return name
 
 
 def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph:
-    """Keep collectives that nothing reads: return `graph` with extra outputs for them, as devices must call them."""
+    """Return `graph` with an extra output for each collective that nothing reads.
+
+    Without a reader the graph would lose the collective, but all devices have to call it.
+    """
     there, missing = set(graph.nodes), {}
     for number, value in reversed(list(enumerate(collectives))):  # the last first, as it may read earlier ones
         if value.node not in there:
@@ -141,7 +148,7 @@ def keep_unused_collectives(graph: Graph, collectives: Sequence[Value]) -> Graph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ValueInLayout:
-    """A value in one of its layouts. Each pair exists once, so that dictionaries find it by identity."""
+    """A pair of a value and one of its layouts; each pair exists once, so that dictionaries find it by identity."""
 
     value: Value
     layout: FactorLayout
@@ -149,7 +156,7 @@ class _ValueInLayout:
 
 @dataclass(frozen=True, slots=True)
 class _DeviceIndependentNode:
-    """The part of a node that is equal on all devices: op, attributes, and operands with their layouts."""
+    """The part of a node that is equal on all devices: its op, its attributes, and its operands with their layouts."""
 
     op: Op[Any]
     attrs: Attrs
@@ -157,7 +164,7 @@ class _DeviceIndependentNode:
 
 
 class _LayoutTable:
-    """The layouts of all values, and the sequence numbers of all collectives and messages, for all devices."""
+    """The layouts of all values and the sequence numbers of collectives and messages, which all devices share."""
 
     def __init__(
         self,
@@ -192,9 +199,10 @@ class _LayoutTable:
         self.node_templates = {node: self._build_node_template(node) for node in graph.nodes if not node.is_leaf}
 
     def intern_value_in_layout(self, value: Value, factor_layout: FactorLayout) -> _ValueInLayout:
-        """Return the interned pair of a value and a layout: equal pairs are one object.
+        """Return the only object for this pair of a value and a layout.
 
-        A local value is complete on its device. A partial sum gets the layout in which its node produces it.
+        A value that is on one device gets the layout `Replicate`, because it is whole there. A partial sum gets the
+        layout in which its node produces it.
         """
         if isinstance(factor_layout, Local):
             factor_layout = REPLICATE  # whole on that device
@@ -209,7 +217,7 @@ class _LayoutTable:
         return _DeviceIndependentNode(declared, declared.normalise_attributes(node.attrs), reads)
 
     def compute_shape_on_device(self, form: _ValueInLayout, device: int) -> tuple[int, ...]:
-        """Compute the shape of a value's part on a device."""
+        """Compute the shape of the part of a value that a device has."""
         if form not in self._cached_shapes:
             layout = self.compute_layout_of_value(form.value, form.layout)
             self._cached_shapes[form] = tuple(
@@ -218,7 +226,7 @@ class _LayoutTable:
         return self._cached_shapes[form][device]
 
     def compute_layout_of_value(self, value: Value, factor_layout: FactorLayout) -> Layout:
-        """Compute the layout of a value from its factor layout: index ranges of each device replace factors."""
+        """Compute the layout of a value, with the index ranges of each device, from its layout in terms of factors."""
         if isinstance(factor_layout, Local):
             return factor_layout
         if isinstance(factor_layout, FixedShard):
@@ -241,7 +249,7 @@ class _LayoutTable:
 
 
 class _DeviceEmitter:
-    """Emits the graph of one device: its nodes with local shapes, and the collectives and messages between devices."""
+    """Emits the graph of one device: its nodes with local shapes, and its collectives and messages."""
 
     def __init__(self, device: int, layouts: _LayoutTable) -> None:
         self.device_number, self.layouts = device, layouts
@@ -250,7 +258,7 @@ class _DeviceEmitter:
         self.collective_values: list[Value] = []
 
     def emit_graph(self, graph: Graph, output_layouts: Mapping[str, FactorLayout]) -> Graph:
-        """Emit the graph of the device.
+        """Emit the graph of the device: the nodes that it computes, on its parts of the values, and its collectives.
 
         Args:
             graph: The graph of the user.
@@ -296,17 +304,17 @@ class _DeviceEmitter:
         return keep_unused_collectives(Graph(outputs, updates), self.collective_values)
 
     def _is_on_other_device(self, layout: FactorLayout) -> bool:
-        """Return whether only other devices have a value with this layout."""
+        """Return whether a value with this layout is only on other devices than this one."""
         return isinstance(layout, Local) and self.device_number not in layout.devices
 
     def _emit_collective_for_reader_on_other_device(self, operand: Value) -> None:
-        """Emit this device's part of the collective that makes an operand whole for a node of another device."""
+        """Emit this device's part of the collective that makes an operand whole for a node on another device."""
         layout = self.layouts.assignment.produced_layouts[operand]
         if layout.is_partial or isinstance(layout, FactorShard | FixedShard):
             self._find_or_emit_replicated_value(operand)
 
     def _store_and_send_value(self, value: Value, local_value: Value) -> None:
-        """Store the local part of a value; if only this device has the value, send it to all devices that read it."""
+        """Store the device's part of a value; if only this device has the value, send it to all its readers."""
         self.local_values[self.layouts.produced_forms[value]] = local_value
         layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(layout, Local) and self.device_number == layout.devices[0]:
@@ -316,7 +324,7 @@ class _DeviceEmitter:
                 )
 
     def _emit_local_leaf(self, node: Node) -> Value:
-        """Emit a leaf with the shape of the device's part."""
+        """Emit a weight, state, input or constant with the shape of the part that the device stores."""
         value = node.results[0]
         shape = self.layouts.compute_shape_on_device(self.layouts.produced_forms[value], self.device_number)
         return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
@@ -344,7 +352,7 @@ class _DeviceEmitter:
         return new_values
 
     def _count_local_entries(self, layout: Layout, axis: int, end_entry: int) -> int:
-        """Count the entries before `end_entry` of an axis that the device has."""
+        """Count how many of the first `end_entry` entries of an axis the device has."""
         return (
             layout.count_entries_before(self.device_number, end_entry)
             if isinstance(layout, Shard) and layout.axis == axis
@@ -354,17 +362,17 @@ class _DeviceEmitter:
     # ---------------------------------------------------------------------------------------------- conversions
 
     def _find_or_convert_value(self, form: _ValueInLayout) -> Value:
-        """Find a value in a layout, or emit the conversion at the first call."""
+        """Return a value in the given layout; emit the conversion if the device does not have it in this layout yet."""
         if (there := self.local_values.get(form)) is None:
             there = self.local_values[form] = self._emit_layout_conversion(form.value, form.layout)
         return there
 
     def _find_or_emit_replicated_value(self, value: Value) -> Value:
-        """Find the whole value, or emit its conversion to `Replicate`."""
+        """Return the whole value; emit the collective that makes it whole if the device has only a part."""
         return self._find_or_convert_value(self.layouts.intern_value_in_layout(value, REPLICATE))
 
     def _emit_layout_conversion(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Emit the conversion of a value to a layout in which the device does not have the value yet."""
+        """Emit the conversion of a value to `target_layout`: a receive, slices of the whole value, or a collective."""
         source_layout = self.layouts.assignment.produced_layouts[value]
         if isinstance(source_layout, Local) and target_layout is REPLICATE:
             return self._emit_receive(value, source_layout)
@@ -381,7 +389,7 @@ class _DeviceEmitter:
         return new
 
     def _emit_receive(self, value: Value, layout: Local) -> Value:
-        """Emit a receive of a value from the device that has it."""
+        """Emit the receive of a value from the first device that has it."""
         source, number = layout.devices[0], self.layouts.message_numbers[value][self.device_number]
         name = f"{self.layouts.node_names[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
@@ -415,7 +423,7 @@ class _DeviceEmitter:
         )
 
     def _emit_shard_from_slices(self, value: Value, target_layout: FactorLayout) -> Value:
-        """Emit the device's shard of a whole value, as a concatenation of slices."""
+        """Emit the device's shard of a whole value: slices of the value, concatenated."""
         layout = self.layouts.compute_layout_of_value(value, target_layout)
         assert isinstance(layout, Shard)
         whole = self._find_or_emit_replicated_value(value)
@@ -430,7 +438,7 @@ class _DeviceEmitter:
         return joined
 
     def _emit_partial_on_first_device(self, value: Value) -> Value:
-        """Emit a whole value as a partial sum: device 0 has the value, all others have zeros."""
+        """Emit a whole value as a partial sum over devices: device 0 keeps the value, all others have zeros."""
         whole = self._find_or_emit_replicated_value(value)
         return (
             whole

@@ -28,7 +28,7 @@ PlacementRules = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pin of a node: only one device computes the node; the pin has the device and the reason."""
+    """The assignment of a node to one device, which alone computes the node, with the reason."""
 
     device: int
     reason: str
@@ -41,7 +41,7 @@ NodePins = Mapping[Node, Pin]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """All pins of a plan: pinned nodes, and leaves with a layout that is fixed or on some devices only."""
+    """All pins of a plan: nodes on one device, and the layouts of weights and states that may not change."""
 
     nodes: NodePins = field(default_factory=dict)
     leaves: Mapping[Value, Local | Replicate | FixedShard] = field(default_factory=dict)
@@ -51,7 +51,7 @@ NO_PINS = Pins()
 
 
 def find_stored_leaf(value: Value) -> Node | None:
-    """Find the weight or state that a value is, or that it shows as a view; None for other values."""
+    """Find the weight or state that `value` is or views; None if it is neither."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -64,7 +64,7 @@ def find_stored_leaf(value: Value) -> Node | None:
 def find_user_pins(
     graph: Graph, placement_rules: PlacementRules, device_names: Sequence[str], *, strict: bool = True
 ) -> dict[Node, Pin]:
-    """Find the pins that the user's placement rules give: one for each node that a rule matches.
+    """Find the device of each node that one of the user's placement rules matches, as pins.
 
     A rule matches the name of the node, or of a weight or state that the node reads. The first matching rule counts.
 
@@ -75,8 +75,7 @@ def find_user_pins(
         strict: Whether each rule must match a node.
 
     Raises:
-        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no
-            node.
+        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no node.
     """
     pins: dict[Node, Pin] = {}
     if not placement_rules:
@@ -110,10 +109,10 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def pin_discrete_choices(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Pin discrete choices, such as an argmax, to device 0 if the backends of the group differ; return the pins.
+    """Assign all nodes with a discrete choice, such as an argmax, to device 0 if the backends of the group differ.
 
-    A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
-    choose differently.
+    Such a node has float operands and integer results. Backends round differently, so near a tie they would choose
+    differently. The result is empty if all backends are equal.
     """
     if len({(type(backend), backend.name) for backend, _ in group}) == 1:
         return {}
@@ -129,7 +128,7 @@ def _is_discrete_choice(node: Node) -> bool:
 def pin_changed_leaf_layouts(
     pins: Pins, graph: Graph, leaf_layouts: Mapping[str, Layout], earlier_layouts: Mapping[str, Layout]
 ) -> Pins:
-    """Pin each weight and state with another layout in the new plan to its earlier layout; return all pins.
+    """Fix the earlier layout of each weight and state that would get another layout in the new plan; return all pins.
 
     Two graphs may slice one weight differently, so a factor of one graph need not exist in the other.
 
@@ -148,7 +147,10 @@ def pin_changed_leaf_layouts(
 
 
 def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pins:
-    """Make pins from the layouts of an earlier plan: for nodes that read weights or states of some devices only."""
+    """Make pins from an earlier plan, for nodes that read a weight or state that not all devices store.
+
+    Such a node runs on the first device that stores the weight or state. The weight or state keeps its layout.
+    """
     homes = {
         n.results[0]: earlier_layouts[n.name]
         for n in graph.nodes
@@ -167,7 +169,8 @@ def pins_from_layouts(graph: Graph, earlier_layouts: Mapping[str, Layout]) -> Pi
 class UnsupportedNode:
     """A node of a device's graph that the device does not support, with the reason.
 
-    `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
+    `local_node` is in the graph of the device. `source_node` is the node of the user's graph for which it was emitted,
+    or None for other nodes.
     """
 
     source_node: Node | None
@@ -179,7 +182,7 @@ class UnsupportedNode:
 def find_unsupported_nodes(
     graphs: Sequence[Graph], source_nodes: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[UnsupportedNode]:
-    """Find the nodes in each device's graph that the device does not support.
+    """Find the nodes in the graph of each device that this device does not support.
 
     Args:
         graphs: The graph of each device.
@@ -206,7 +209,7 @@ def find_unsupported_nodes(
 def pin_unsupported_nodes(
     unsupported_nodes: Iterable[UnsupportedNode], pins: NodePins, group: Sequence[tuple[Backend, Device]]
 ) -> dict[Node, Pin]:
-    """Pin each unsupported node to the first device that supports it; return the pins.
+    """Assign each unsupported node to the first device of the group that supports it; return these new pins.
 
     Args:
         unsupported_nodes: The unsupported nodes.
@@ -237,10 +240,11 @@ def pin_unsupported_nodes(
 
 
 def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """Pin the neighbours of nodes that are pinned to one device, which saves messages; return all pins.
+    """Pin further nodes to the device of pinned nodes that they read or feed, to save messages; return all pins.
 
-    1. Views that only pinned nodes of one device read.
-    2. Nodes that alone read results of pinned nodes of one device, and read no other computed or stored value.
+    1. A view is pinned if all its readers are pinned to one device.
+    2. A node is pinned if all its computed operands come from pinned nodes of one device, and no other unpinned node
+       reads them. It must not read a weight or state.
     """
     if not pins:
         return {}
@@ -267,7 +271,10 @@ def pin_neighbours_of_pinned_nodes(graph: Graph, pins: NodePins) -> dict[Node, P
 
 
 def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
-    """Pin weights and states that only pinned nodes read to the devices of these nodes; return all pins."""
+    """Place each weight and state that only pinned nodes read on the devices of these nodes; return all pins.
+
+    A state is placed on one device, a weight on all devices that read it.
+    """
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
@@ -280,7 +287,7 @@ def pin_leaves_of_pinned_nodes(graph: Graph, pins: NodePins) -> Pins:
 
 
 def list_pinned_nodes(graph: Graph, pins: NodePins) -> tuple[PinnedNodes, ...]:
-    """List the names of the pinned nodes, grouped by device and reason, for the record of the plan."""
+    """List the names of the pinned nodes in groups of equal device and reason, for the record of the plan."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)

@@ -1,14 +1,14 @@
 """Sharding propagation: the factor that shards each node, and the layout of every value that follows from it.
 
-The first rule that applies gives the factor layouts (`states`) of a node. ``f`` is a chosen factor that shards an
-operand already, or that may shard a weight or state of the node.
+A factor is a shardable index of the graph. The first rule that applies gives the layouts of a node. ``f`` is a chosen
+factor that shards an operand already, or that may shard a weight or state of the node.
 
 1. The node is pinned to one device. Operands and results are `Local`.
 2. ``f`` is one index of every result. Results are `FactorShard` of ``f``, and so are operands that have ``f``. All
    other operands are `Replicate`.
 3. ``f`` is contracted. Operands are as in rule 2, and results are `Partial`.
-4. ``f`` is the row index of a table that `ids` looks up. The table is `FactorShard` of ``f``, and `ids` is `Replicate`.
-   The result is `RoutedPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
+4. ``f`` is the row index of a table. The table is `FactorShard` of ``f``, and the row numbers are `Replicate`. The
+   result is `RoutedPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
 5. The node is linear in its operands that are partial sums. These stay partial sums, and so do the results. All other
    operands are `Replicate`.
 6. A partial sum that the node reads is scattered by rows ``r``, one index of every result. Results are `FactorShard` of
@@ -58,7 +58,7 @@ from .pins import NO_PINS, Pins
 class LayoutConversion:
     """A conversion of `value` from `source_layout` to `target_layout`, which is executed before `reader_node`.
 
-    `reader_node` is None for conversions of outputs and state updates.
+    `reader_node` is None if the conversion is for an output or a state update.
     """
 
     value: Value
@@ -68,7 +68,7 @@ class LayoutConversion:
 
     @property
     def needs_no_communication(self) -> bool:
-        """Whether the conversion sends nothing: devices slice the value, or one device keeps it as its partial sum."""
+        """Whether the conversion sends nothing, because every device has the whole value before it."""
         return self.source_layout is REPLICATE
 
 
@@ -77,13 +77,13 @@ class ShardingAssignment:
     """A sharding of a graph: the layout of every value and node over the devices, and the layout conversions.
 
     - `produced_layouts`: the layout in which each value is produced.
-    - `node_layouts`: for each node its `FactorShard`, `Replicate` if every device computes all of it, the partial sum
-      that it passes on, or `Local`.
+    - `node_layouts`: the factor that shards each node, or the partial sum that it passes on. It is `Local` for a node
+      on one device, and `Replicate` if every device computes all of it.
     - `operand_layouts`: the layouts in which each node reads its operands.
     - `index_operands`: for each node that looks up rows of a sharded table, the operand with the row numbers.
     - `fixed_leaves`: weights and states with a layout from the pins.
     - `replicated_weights`: weights that stay whole though they have a chosen factor.
-    - `base_assignment`: an assignment that differs from this one only at `recomputed_nodes` (`again`).
+    - `base_assignment`: an assignment that differs from this one only at `recomputed_nodes`.
     """
 
     sharded_factors: frozenset[Factor]
@@ -99,7 +99,7 @@ class ShardingAssignment:
 
 
 def list_present_operands_by_name(node: Node) -> list[tuple[str, Value]]:
-    """List the operands that a node has, each with its name."""
+    """List the operands of a node as pairs (name, value), without optional operands that the node does not have."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
@@ -126,7 +126,7 @@ def propagate_layouts(
     row_factor: Factor | None = None,
     early_sums: Container[Value] = frozenset(),
 ) -> ShardingAssignment:
-    """Propagate layouts through a graph: derive the layout of each value and the conversions from the sharded factors.
+    """Derive the layout of every value of a graph, and the layout conversions, from the factors to shard.
 
     A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
 
@@ -136,7 +136,7 @@ def propagate_layouts(
         chosen_factors: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
         replicated_values: Values that end whole on every device, for other pipeline stages.
-        row_factor: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
+        row_factor: The factor of rows over which a partial sum is scattered if a node cannot pass it on.
         early_sums: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
@@ -150,10 +150,10 @@ def propagate_layouts(
 def propagate_until_replicated_weights_known(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Repeat a layout propagation until all weights that must stay whole are known; return the last assignment.
+    """Derive layouts again, with more whole weights, until no sharded weight is gathered; return the last assignment.
 
     Args:
-        propagate: Propagates the layouts for a given set of replicated weights.
+        propagate: Derives the layouts for a given set of weights that stay whole.
     """
     whole = frozenset[Value]()
     while True:
@@ -166,7 +166,7 @@ def propagate_until_replicated_weights_known(
 
 
 class LayoutPropagation:
-    """A propagation of layouts through a graph: it chooses node by node how values are distributed over devices."""
+    """One layout propagation through a graph: it chooses, node by node, how values are distributed over devices."""
 
     def __init__(
         self,
@@ -198,14 +198,14 @@ class LayoutPropagation:
         self.final_values = {*graph.outputs.values(), *graph.updates.values()}
 
     def propagate_through_graph(self, replicated_values: Iterable[Value] = ()) -> ShardingAssignment:
-        """Propagate layouts through the graph: assign all nodes in order, and add the conversions of outputs."""
+        """Derive the layouts of all nodes in order, and add the conversions of outputs; return the assignment."""
         for node in self.graph.nodes:
             self._assign_node_layouts(node)
         self._add_output_conversions(replicated_values)
         return self.assignment
 
     def _assign_node_layouts(self, node: Node) -> None:
-        """Assign the layouts of a leaf, or of the operands and results of a node that computes."""
+        """Assign the layouts of one node: of its result for a leaf, otherwise of its operands and results."""
         if node.is_leaf:
             self._assign_leaf_layout(node)
         else:
@@ -222,7 +222,7 @@ class LayoutPropagation:
             self._add_conversions(new, self.assignment.produced_layouts[state], None)
 
     def _assign_leaf_layout(self, node: Node) -> None:
-        """Assign the layout of a leaf: a fixed one, a shard of its largest chosen factor, or `Replicate`."""
+        """Assign the layout of a leaf: a fixed one, or a shard of its largest chosen factor, or else `Replicate`."""
         value = node.results[0]
         if (fixed_layout := self.pins.leaves.get(value)) is not None:
             self.assignment.produced_layouts[value] = fixed_layout
@@ -242,7 +242,7 @@ class LayoutPropagation:
         self.assignment.produced_layouts[value] = FactorShard(cuts[0]) if is_sharded else REPLICATE
 
     def _list_chosen_factors_of_value(self, value: Value) -> list[Factor]:
-        """List the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
+        """List the factors of a value that the plan shards, largest first; the first one shards a weight or state."""
         if self.factors.factors_of(value).isdisjoint(self.assignment.sharded_factors):
             return []
         ordered = (
@@ -251,7 +251,7 @@ class LayoutPropagation:
         return sorted(dict.fromkeys(ordered), key=lambda f: -f.size)
 
     def _assign_computation_layouts(self, node: Node) -> None:
-        """Assign layouts to a node that computes, by the first of the seven rules that applies."""
+        """Assign layouts to a node that computes, by the first rule of the module docstring that applies."""
         by: FactorLayout
         wants: tuple[FactorLayout, ...]
         results: tuple[FactorLayout, ...]
@@ -279,7 +279,7 @@ class LayoutPropagation:
             self.stored_values.add(node.results[0])
 
     def _choose_factor_for_node(self, node: Node) -> Factor | None:
-        """Choose the legal factor of sharded or stored operands with the most operand bytes, or None (rules 2 to 4)."""
+        """Choose the factor that shards a node: the legal one with most operand bytes, or None (rules 2 to 4)."""
         candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             layout = self.assignment.produced_layouts[source]
@@ -298,7 +298,7 @@ class LayoutPropagation:
         )
 
     def _can_scatter_rows(self, node: Node, row_factor: Factor) -> bool:
-        """Return whether a reduce-scatter can scatter a partial sum that `node` reads by `row_factor` (rule 6)."""
+        """Return whether a partial sum that `node` reads can be reduce-scattered by its rows `row_factor` (rule 6)."""
         uses = self.factors.roles_of(node)
         if (
             row_factor in uses.coupled_factors
@@ -314,10 +314,9 @@ class LayoutPropagation:
         return any(not self._is_converted_to_layout(s, REPLICATE) for s in sums)
 
     def _can_shard_node(self, node: Node, factor: Factor, roles: FactorRoles) -> bool:
-        """Return whether `factor` can shard `node`.
+        """Return whether `factor` can shard `node`: all results have it, or none has it and the node sums over it.
 
-        Either every result has the factor, or it is contracted or indexed and all results lack it. In the second
-        case, each term of the sum is on one device.
+        A lookup sums over the rows of its table.
         """
         has = [factor in self.factors.factors_of(v) for v in node.results]
         if factor is roles.indexed_factor:
@@ -332,7 +331,7 @@ class LayoutPropagation:
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
     def _count_bytes_of_operands_with_factor(self, node: Node, factor: Factor) -> int:
-        """Count the bytes of those operands of `node` that have `factor` as an index."""
+        """Count the bytes of the operands of `node` that have `factor` as an index."""
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.factors_of(s))
 
     def _choose_lookup_layouts(self, node: Node, factor: Factor) -> tuple[tuple[FactorLayout, ...], FactorLayout]:
@@ -360,7 +359,7 @@ class LayoutPropagation:
 
     @staticmethod
     def _is_result_routed_like_operand(node: Node, operand: Value, routed_layout: RoutedPartial) -> bool:
-        """Return whether a routed partial sum in `operand` gives a result that the same row numbers route."""
+        """Return whether each entry of the result is complete on one device and zero on all others, like `operand`."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == operand]
         count = len(routed_layout.index_operand.shape)
@@ -390,7 +389,7 @@ class LayoutPropagation:
         return whole, REPLICATE
 
     def _find_common_routed_layout(self, node: Node, partial_operands: set[Value]) -> RoutedPartial | None:
-        """Find the routed layout that all partial operands share, if zeros in all of them give zeros; else None."""
+        """Find the layout in which each result entry is on one device, as in all partial operands; otherwise None."""
         routed, *others = {self.assignment.produced_layouts[s] for s in partial_operands}
         if (
             others
@@ -406,7 +405,7 @@ class LayoutPropagation:
         )
 
     def _can_read_partial_sum(self, reader_node: Node, value: Value) -> bool:
-        """Return whether a node can read `value` as a partial sum and pass the partial sum on."""
+        """Return whether a node can read `value` as a partial sum over devices, and give a partial sum as result."""
         if reader_node in self.pins.nodes or value in self.early_sums:
             return False
         declared, layout = op_of(reader_node), self.assignment.produced_layouts[value]
@@ -425,7 +424,7 @@ class LayoutPropagation:
         return value not in self.final_values and len(places) == 1 and places[0] in names and not has_sharded_operand
 
     def _add_conversions(self, value: Value, target_layout: FactorLayout, reader_node: Node | None) -> None:
-        """Add the conversions that `reader_node` needs to read `value` in layout `target_layout`, unless they exist."""
+        """Add the conversions of `value` to `target_layout` that `reader_node` needs and that do not exist yet."""
         source_layout = self.assignment.produced_layouts[value]
         if not find_conversion_path(source_layout, target_layout) or self._is_converted_to_layout(value, target_layout):
             return
@@ -437,11 +436,11 @@ class LayoutPropagation:
             source_layout = state
 
     def _is_converted_to_layout(self, value: Value, layout: FactorLayout) -> bool:
-        """Return whether an earlier conversion converts `value` to this layout."""
+        """Return whether the conversions so far already give `value` in this layout."""
         return (value, layout) in self.converted_layouts
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value` is a weight, a state or a view of one; its shards save bytes to store and to read."""
+        """Return whether `value` is a weight, a state or a view of one, so that its shards save stored bytes."""
         return value in self.stored_values
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:

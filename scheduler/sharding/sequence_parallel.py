@@ -28,7 +28,7 @@ MIN_GAIN = 0.03
 
 @dataclass(frozen=True)
 class SequenceParallelChooser:
-    """Chooses for a graph between replicated rows and sharded rows (sequence parallelism) after sums over devices.
+    """Chooses whether each device computes all rows after a sum over devices, or only its shard (sequence parallelism).
 
     - `chosen_factors`: the factors that are sharded in any case.
     - `pins`: nodes on one device, and leaves with a fixed layout.
@@ -45,14 +45,11 @@ class SequenceParallelChooser:
 
     @cached_property
     def replicated_assignment(self) -> ShardingAssignment:
-        """The assignment in which every device computes all rows after a sum over devices."""
+        """The layouts in which every device computes all rows after a sum over devices."""
         return self._propagate_and_reduce_sums_early()
 
     def choose_fastest_assignment(self) -> ShardingAssignment:
-        """Choose the fastest assignment: sharded rows where they are predicted to be faster, otherwise replicated rows.
-
-        Sharded rows must save at least the share `MIN_GAIN` of the time.
-        """
+        """Choose sharded rows if they save the share `MIN_GAIN` of the predicted time, otherwise replicated rows."""
         if not (candidates := list_shardable_row_factors(self.replicated_assignment, self.factors, self.device_count)):
             return self.replicated_assignment
         costs = AssignmentCost(self.graph, self.device_count, self.hardware)
@@ -67,9 +64,9 @@ class SequenceParallelChooser:
         return best
 
     def shard_rows_if_saving(self, row_factor: Factor, min_saving_seconds: float) -> ShardingAssignment | None:
-        """Shard the rows if that saves enough seconds of kernels; return the assignment, else None.
+        """Return the assignment with sharded rows if it saves enough seconds of kernels, otherwise None.
 
-        Where sums overlap with compute, only compute seconds can be saved.
+        Collective seconds do not count, because the caller overlaps the sums with compute.
 
         Args:
             row_factor: The factor of the rows.
@@ -83,7 +80,7 @@ class SequenceParallelChooser:
         return assignment if before.compute - after.compute > min_saving_seconds else None
 
     def _propagate_and_reduce_sums_early(self, row_factor: Factor | None = None) -> ShardingAssignment:
-        """Propagate layouts, with partial sums reduced early where that costs no more.
+        """Derive the layouts; one early sum over devices replaces several later ones where it costs no more.
 
         Args:
             row_factor: The factor that shards the rows; None for replicated rows.
@@ -109,12 +106,14 @@ class SequenceParallelChooser:
 
 
 def list_shardable_row_factors(assignment: ShardingAssignment, factors: Factors, device_count: int) -> list[Factor]:
-    """List the row factors that sequence parallelism may shard: row indices of sums over devices that end whole.
+    """List the factors that sequence parallelism may shard: row indices of sums over devices that end whole.
+
+    A row factor has at least `device_count` indices, and no weight or state has it.
 
     Args:
         assignment: An assignment with whole rows.
         factors: The factors of its graph.
-        device_count: The number of devices; a row factor has at least as many indices, and no weight or state has it.
+        device_count: The number of devices.
     """
     sums = [c.value for c in assignment.conversions if c.source_layout.is_partial and c.target_layout is REPLICATE]
     every = dict.fromkeys(f for value in sums for axis in factors.axes_of(value) for part in axis for f in part)

@@ -24,9 +24,9 @@ from .axes import Factor, compute_product_size
 def compute_axis_ranges_of_factor(
     axis: Sequence[Sequence[Factor]], factor: Factor, first_index: int, end_index: int
 ) -> tuple[IndexRange, ...]:
-    """Compute the ranges of an axis that a device has if it has the indices `first_index` to `end_index` of a factor.
+    """Compute the entries of an axis that belong to the indices `first_index` to `end_index` of a factor.
 
-    Segments without the factor are whole.
+    Segments (concatenated parts of the axis) without the factor are whole.
 
     Args:
         axis: The segments of the axis.
@@ -35,7 +35,7 @@ def compute_axis_ranges_of_factor(
         end_index: The end of the indices of the device, exclusive.
 
     Returns:
-        Pairs (first entry, length).
+        Ranges of entries as pairs (first entry, length).
     """
     runs: list[IndexRange] = []
     start = 0
@@ -53,7 +53,7 @@ def compute_axis_ranges_of_factor(
 
 
 def merge_ranges(ranges: Sequence[IndexRange]) -> tuple[IndexRange, ...]:
-    """Merge adjacent ranges (first entry, length), and drop empty ranges."""
+    """Merge ranges (first entry, length) that follow each other without a gap, and drop empty ranges."""
     merged: list[IndexRange] = []
     for offset, length in ranges:
         if length and merged and sum(merged[-1]) == offset:
@@ -69,7 +69,7 @@ def factor_ranges_from_layout(
     factor: Factor,
     ranges_by_device: Sequence[Sequence[IndexRange]],
 ) -> tuple[tuple[int, int], ...] | None:
-    """Derive the indices of a factor that each device has from a layout: the axis entries of each device.
+    """Derive the indices of a factor on each device from the entries of an axis on each device.
 
     This is the inverse of `compute_axis_ranges_of_factor`.
 
@@ -97,7 +97,7 @@ def factor_ranges_from_layout(
 
 
 def _clip_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> tuple[IndexRange, ...]:
-    """Clip ranges to ``[start, stop)``, and count entry numbers from `start`."""
+    """Limit ranges to the entries from `start` to `stop`, exclusive; the results count entries from `start`."""
     return merge_ranges([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in ranges])
 
 
@@ -108,10 +108,10 @@ A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks.""
 
 
 class ShardRanges:
-    """The index ranges of factors on each device, divided in given proportions by the largest remainder method.
+    """The indices of each factor (shardable index of the graph) on each device, divided in given proportions.
 
-    A device that loses by rounding in one factor gains in a later factor of the same size. So over many layers each
-    device gets its proportion. The ranges of a factor are computed once.
+    Rounding follows the largest remainder method. A device that loses by rounding in one factor gains in a later factor
+    of equal size. So over many layers each device gets its proportion. The ranges of a factor are computed once.
     """
 
     def __init__(self, proportions: Sequence[float]) -> None:
@@ -124,7 +124,7 @@ class ShardRanges:
         return len(self.proportions)
 
     def ranges_of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
-        """Return for each device its range of indices of a factor, as a pair (first index, end index)."""
+        """Return the range of indices of a factor on each device, as pairs (first index, end index)."""
         if factor not in self._assigned_ranges:
             grain = self._choose_row_granularity(factor.size)
             size, remainders = (
@@ -155,7 +155,7 @@ class ShardRanges:
         self.ranges_of(factor)
 
     def _choose_row_granularity(self, factor_size: int) -> int:
-        """Choose the granularity in which a factor's indices are divided: `ROW_GRANULARITY`, or 1 for small factors."""
+        """Choose how many indices of a factor stay together: `ROW_GRANULARITY`, or 1 for a small factor."""
         return (
             ROW_GRANULARITY
             if factor_size % ROW_GRANULARITY == 0 and factor_size >= ROW_GRANULARITY * MIN_GRAINS_PER_DEVICE * len(self)

@@ -32,7 +32,13 @@ OTHER_FAILED, TIMED_OUT, OUT_OF_STEP = 2, 3, 4
 
 @subroutine
 def wait_for_all_devices(board, participants, timeout_ns):
-    """Wait at the barrier of all devices, at most `timeout_ns` nanoseconds. Return 0 or the status of the failure."""
+    """Wait until all devices have arrived at the barrier; return 0 or the status of the failure.
+
+    Args:
+        board: address of the shared memory of all devices.
+        participants: count of devices.
+        timeout_ns: the time limit in nanoseconds.
+    """
     arrived = fetch_add(board + ARRIVED_OFFSET, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     looks, since = 0, 0
@@ -53,9 +59,18 @@ def wait_for_all_devices(board, participants, timeout_ns):
 
 @subroutine
 def publish_addresses_and_wait(board, rank, devices, source, target, number, timeout_ns):
-    """Publish the operand and result addresses of this device, and wait for all devices.
+    """Write the operand and result addresses of this device to shared memory, and wait until all devices did so.
 
     Return 0 or the status of the failure.
+
+    Args:
+        board: address of the shared memory of all devices.
+        rank: number of this device.
+        devices: count of devices.
+        source: address of the operand.
+        target: address of the result.
+        number: sequence number of the collective.
+        timeout_ns: the time limit in nanoseconds.
     """
     mine = board + SLOTS_OFFSET + rank * SLOT_BYTES
     store_long(mine, source)
@@ -70,7 +85,14 @@ def publish_addresses_and_wait(board, rank, devices, source, target, number, tim
 
 @subroutine
 def wait_until_memory_released(board, rank, devices, timeout_ns):
-    """Wait until no device reads or writes the memory of another device; return 0 or the status of the failure."""
+    """Wait until no device reads or writes the memory of another device; return 0 or the status of the failure.
+
+    Args:
+        board: address of the shared memory of all devices.
+        rank: number of this device.
+        devices: count of devices.
+        timeout_ns: the time limit in nanoseconds.
+    """
     status = wait_for_all_devices(board, devices, timeout_ns)
     if status == 0:
         store_long(board + SLOTS_OFFSET + rank * SLOT_BYTES + 16, 0)
@@ -79,9 +101,13 @@ def wait_until_memory_released(board, rank, devices, timeout_ns):
 
 @subroutine
 def sum_lanes_over_devices(board, devices, at, left):
-    """Return the sums over all devices of up to 16 operand elements.
+    """Return the sums over all devices of up to 16 adjacent operand elements.
 
-    The elements begin `at` bytes after the start of each operand; `left` elements exist.
+    Args:
+        board: address of the shared memory of all devices.
+        devices: count of devices.
+        at: byte offset of the elements in each operand.
+        left: elements from there to the end of the operand.
     """
     total = load_lanes_or_zero(load_long(board + SLOTS_OFFSET) + at, left)
     for d in range(1, devices):
@@ -94,7 +120,10 @@ ARGS = declare_args("board rank devices source target count number patience")
 
 @kernel
 def all_reduce(a, thread, threads):
-    """Sum `count` float32 over all devices. `number` is the number of the collective, `patience` is in nanoseconds."""
+    """Sum `count` float32 over all devices; each device gets the sum.
+
+    `number` is the sequence number of the collective, `patience` its time limit in nanoseconds.
+    """
     board, rank, devices, count = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a)
     status = publish_addresses_and_wait(
         board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a)
@@ -115,7 +144,7 @@ SCATTER_GATHER_ARGS = declare_args("board rank devices source target outer own w
 
 @kernel
 def reduce_scatter(a, thread, threads):
-    """Sum this device's part of each row over all devices.
+    """Sum rows over all devices; this device gets only its part of each row.
 
     The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
@@ -137,7 +166,7 @@ def reduce_scatter(a, thread, threads):
 
 @kernel
 def all_gather(a, thread, threads):
-    """Copy this device's part of each row to all devices.
+    """Gather rows from all devices: copy this device's part of each row to the results of all devices.
 
     The part is `own` float32 from column `first` on. There are `outer` rows of `whole` float32.
     """
@@ -187,8 +216,8 @@ SHARED_BUFFER_ARGS = declare_args("board floats buffer_elements rank devices sou
 def all_reduce_through_buffers(a, thread, threads):
     """Sum `count` float32 over all devices through shared buffers, `buffer_elements` of them at a time.
 
-    `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
-    the other buffer, because every device has finished reading it.
+    Each device has two buffers, which it uses in turn. `floats` holds the first buffers of all devices, then the second
+    ones. After a barrier a device may write to its other buffer, because every device has finished reading it.
     """
     board, rank, devices = SHARED_BUFFER_ARGS.board(a), SHARED_BUFFER_ARGS.rank(a), SHARED_BUFFER_ARGS.devices(a)
     buffer_elements = SHARED_BUFFER_ARGS.buffer_elements(a)
@@ -254,9 +283,9 @@ def _bind_all_reduce(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _bind_scatter_gather(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a reduce-scatter or an all-gather; return False if it does not fit.
+    """Add the step of a reduce-scatter or an all-gather; return False if the kernels cannot compute it.
 
-    A device may have at most one index range of the axis.
+    The kernels need a single index range of the axis on each device.
     """
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out

@@ -25,9 +25,9 @@ READ_ARGS = declare_args("memory turns streams together l1_ahead l2_ahead sums")
 
 @kernel
 def read_memory(a, thread, threads):
-    """Read and add up memory in turns of 512 bytes, to measure memory bandwidth.
+    """Read memory and add up its contents, 512 bytes in each turn of the loop, to measure memory bandwidth.
 
-    Each thread reads `streams` streams at a time. The parts of threads are separate, or interleaved chunk by chunk if
+    Each thread reads `streams` streams at a time. Threads read separate parts of the memory, or interleaved chunks if
     `together`. `l1_ahead` and `l2_ahead` are the prefetch distances in bytes to the first and the second cache. Each
     thread has 64 bytes for its sums.
     """
@@ -61,7 +61,7 @@ MULTIPLY_ARGS = declare_args("turns values sums")
 def repeat_float_multiply_adds(a, thread, threads):
     """Repeat float32 multiply-adds of two vectors in registers, to measure arithmetic speed.
 
-    A turn has `INDEPENDENT_SUMS` of them. Each thread has 64 bytes for its sums.
+    A turn of the loop has `INDEPENDENT_SUMS` of them. Each thread has 64 bytes for its sums.
     """
     u, v = load(MULTIPLY_ARGS.values(a)), load(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
@@ -79,8 +79,8 @@ def repeat_float_multiply_adds(a, thread, threads):
 def repeat_int8_dot_products(a, thread, threads):
     """Repeat int8 dot products of two vectors in registers, to measure arithmetic speed.
 
-    A turn has `INDEPENDENT_SUMS` of them. A dot product adds four products in each 32-bit lane. Each thread has 64
-    bytes for its sums.
+    A turn of the loop has `INDEPENDENT_SUMS` of them. A dot product adds four products in each 32-bit lane. Each thread
+    has 64 bytes for its sums.
     """
     u, v = load_bytes(MULTIPLY_ARGS.values(a)), load_bytes(MULTIPLY_ARGS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints(), zero_ints()
@@ -104,7 +104,7 @@ INDEPENDENT_TILES = 4
 def make_repeat_amx_tile_products_kernel() -> Kernel:
     """Make the kernel that repeats bfloat16 AMX tile products, to measure arithmetic speed.
 
-    A turn has `INDEPENDENT_TILES` of them. Each thread has `TILE_MEMORY_BYTES`.
+    A turn of the loop has `INDEPENDENT_TILES` of them. Each thread has `TILE_MEMORY_BYTES` bytes of scratch.
     """
     unit = select_amx_tile_operations()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]

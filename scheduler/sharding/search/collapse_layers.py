@@ -21,9 +21,9 @@ from ....graph.node import Node, Value
 
 @dataclass(frozen=True, slots=True)
 class CollapsedGraph:
-    """A graph in which equal repeated layers are collapsed: one layer stands for several equal layers.
+    """A graph in which one layer stands for several equal layers of the original graph.
 
-    - `node_multiplicity`: the number of original nodes of each node.
+    - `node_multiplicity`: the number of original nodes for which each node stands.
     - `leaf_copies`: for each leaf, by name, the names of the original leaves.
     """
 
@@ -34,10 +34,10 @@ class CollapsedGraph:
 
 @dataclass(slots=True)
 class _LayerSection:
-    """A section of the graph between two points where exactly one value crosses, such as a decoder layer.
+    """A section of the graph between two points where a single value crosses, such as a decoder layer.
 
-    It has the nodes, the crossing values, and the leaves that only these nodes read. `own_leaves` maps each of these
-    leaves to its position.
+    - `incoming_value` and `outgoing_value` are the crossing values; None at the ends of the graph.
+    - `own_leaves` maps each leaf that only these nodes read to its position.
     """
 
     nodes: Sequence[Node]
@@ -47,10 +47,10 @@ class _LayerSection:
 
 
 def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
-    """Collapse repeated layers: keep two of each longer sequence of equal layers; return None without repetitions.
+    """Collapse each sequence of equal layers to two layers; return None without repeated layers.
 
-    The first one stands for all but the last. So every section has the same successor as in the original; the place
-    of a sum over devices depends on the successor.
+    The first layer stands for all but the last. The last layer is kept, because the place of a sum over devices depends
+    on the layer after it.
     """
     nodes = [
         n for n in order_updates_after_operands(graph) if not n.is_leaf
@@ -71,7 +71,7 @@ def collapse_repeated_layers(graph: Graph) -> CollapsedGraph | None:
 def _split_at_single_crossing_values(
     nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting_values: frozenset[Value]
 ) -> list[_LayerSection]:
-    """Split the graph into sections at each point where a single value crosses, apart from long-lived values.
+    """Split the graph into sections at each point that a single value crosses, apart from long-lived values.
 
     Args:
         nodes: The nodes that compute, in order.
@@ -101,9 +101,9 @@ def _split_at_single_crossing_values(
 
 
 def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: frozenset[Value]) -> object:
-    """Make a key that is equal for two layer sections with the same structure.
+    """Make a key that is equal for two sections with the same structure; names of nodes and own leaves do not count.
 
-    The key ignores the names of the section's nodes. It also ignores the names of the section's own leaves.
+    Leaves that other sections read as well must be the same.
     """
     number = {node: i for i, node in enumerate(section.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
@@ -128,7 +128,10 @@ def _make_section_equality_key(graph: Graph, section: _LayerSection, lasting: fr
 def _join_first_section_of_each_group(
     graph: Graph, section_groups: Sequence[Sequence[_LayerSection]]
 ) -> CollapsedGraph | None:
-    """Join the first section of each group to a graph; return None if crossing values have different specs."""
+    """Join the first section of each group to a graph, in which it stands for the whole group.
+
+    The result is None if the value between two joined sections would have another spec (shape or dtype).
+    """
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     leaf_copies: dict[str, tuple[str, ...]] = {}

@@ -40,8 +40,9 @@ NO_LEAF_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 class FactorChoice:
     """The chosen factors to shard, the considered alternatives as text, and predictions for one run.
 
-    `communication_seconds` is the part of `seconds` for collectives. `unsharded_seconds` is the time without
-    sharding. `stored_bytes` counts weights and states on each device.
+    - `seconds` is the time of a run, and `communication_seconds` the part of it for collectives.
+    - `unsharded_seconds` is the time without sharding.
+    - `stored_bytes` counts weights and states on each device.
     """
 
     factors: frozenset[Factor]
@@ -55,7 +56,8 @@ class FactorChoice:
 class FactorSearch:
     """The search for the best set of factors (shardable indices) of one graph, for any number of devices.
 
-    Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
+    Of a sequence of equal layers only two are scored. The layouts for a set of factors do not depend on the number of
+    devices, so they are derived once.
     """
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
@@ -78,8 +80,8 @@ class FactorSearch:
         Args:
             device_count: The number of devices.
             hardware: The speeds of each device and of the links.
-            eager: Whether to add groups that shorten the kernels although their collectives cost more; for mode
-                ``tensor``.
+            eager: Whether to shard also where kernels get shorter but collectives take more time than that saves; for
+                mode ``tensor``.
         """
         if self._collapsed_search is not None:
             small, search = self._collapsed_search
@@ -92,7 +94,7 @@ class FactorSearch:
 
 
 class _GraphSearch:
-    """The factor search over one graph; it keeps the assignment of each set of factors."""
+    """The factor search over one graph; it keeps the layouts that it derived for each set of sharded factors."""
 
     def __init__(self, graph: Graph, factors: Factors, node_multiplicity: Mapping[Node, int]) -> None:
         self.graph, self.factors, self.node_multiplicity = graph, factors, node_multiplicity
@@ -105,9 +107,9 @@ class _GraphSearch:
     def find_assignment(
         self, chosen_factors: frozenset[Factor], current_factors: frozenset[Factor]
     ) -> ShardingAssignment | None:
-        """Find the assignment for `chosen_factors`, or propagate it from the assignment for `current_factors`.
+        """Find the layouts for `chosen_factors`; derive them from the layouts for `current_factors` if they are new.
 
-        None means that the chosen factors conflict in a weight or state.
+        The result is None if the chosen factors would shard a weight or state along two axes.
         """
         if chosen_factors not in self._assignments:
             base = self._assignments[current_factors]
@@ -119,7 +121,7 @@ class _GraphSearch:
         return self._assignments[chosen_factors]
 
     def choose_factors(self, device_count: int, hardware: Hardware, eager: bool) -> FactorChoice:
-        """Choose the set of factors of this graph with the least predicted time, as `FactorSearch.choose_factors`."""
+        """Choose the factors of this graph with the least predicted time, with the arguments of `FactorSearch`."""
         costs = AssignmentCost(self.graph, device_count, hardware, self.node_multiplicity)
         uncut = _score_assignment(costs, self._propagator.unsharded_assignment)
         notes = [f"uncut, each device does all: {_format_cost(uncut.estimate)}"]
@@ -141,7 +143,7 @@ class _GraphSearch:
     def _score_added_groups(
         self, costs: AssignmentCost, group_names: Iterable[str], current: _ScoredFactors
     ) -> dict[str, _ScoredFactors]:
-        """Score `current` with each of these groups added, by group name; groups that cannot be added are left out."""
+        """Score `current` with each of these groups added, by group name; conflicting groups are left out."""
         sets = {name: current.factors.union(self.factor_groups[name]) for name in group_names}
         assignments = {
             n: self.find_assignment(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors
@@ -155,7 +157,7 @@ class _GraphSearch:
     def _add_groups_greedily(
         self, costs: AssignmentCost, unsharded: _ScoredFactors, eager: bool, notes: list[str]
     ) -> _ScoredFactors:
-        """Add groups of factors to `unsharded` greedily, one after another while that pays; note each in `notes`."""
+        """Add groups of factors one after another, the best first, until none saves enough; explain each in `notes`."""
         current = unsharded
         while tried := self._score_added_groups(costs, self.factor_groups, current):
             saving_ratios = {
@@ -191,7 +193,7 @@ class _GraphSearch:
     def _add_groups_that_reduce_stored_bytes(
         self, costs: AssignmentCost, current: _ScoredFactors, max_seconds: float, notes: list[str]
     ) -> _ScoredFactors:
-        """Add each group that reduces the stored bytes, as long as a run takes at most `max_seconds`."""
+        """Add more groups that reduce the stored bytes of each device, as long as a run takes at most `max_seconds`."""
         left: Iterable[str] = self.factor_groups
         while True:
             tried = self._score_added_groups(costs, left, current)
@@ -217,9 +219,9 @@ def _map_factors_to_full_graph(
     collapsed_factors: Factors,
     chosen_factors: frozenset[Factor],
 ) -> frozenset[Factor] | None:
-    """Map the chosen factors of the collapsed graph to factors at the same positions in all layers of the graph.
+    """Map the chosen factors of the collapsed graph to the factors at the same positions in all layers of `graph`.
 
-    None means that the two graphs have different factors.
+    None means that the layers of the two graphs have different factors.
     """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: n.results[0] for n in collapsed.graph.nodes if n.op in ("weight", "state")}
@@ -267,12 +269,12 @@ def _compute_saving_ratio(before: Estimate, after: Estimate, eager: bool) -> flo
 
 
 def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_ratio: bool) -> str:
-    """Explain in a phrase why `chosen` was preferred to `other`.
+    """Explain in a phrase why the set of factors `chosen` was preferred to `other`.
 
     Args:
         chosen: The chosen set of factors.
         other: Another set of factors.
-        has_best_ratio: Whether `chosen` saves most seconds for each second of collectives.
+        has_best_ratio: Whether `chosen` saves most kernel seconds for each second of collectives.
     """
     if not has_best_ratio:
         return "has fewer bytes on each device than"
@@ -289,8 +291,8 @@ def group_factors(
 ) -> dict[str, list[Factor]]:
     """Group factors with equal use, such as the heads of all layers; return the groups by a readable name.
 
-    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A
-    later, longer step slices other rows of the same state. Blocked factors are left out too.
+    A group shards a weight, or the whole axis of a state. If this graph slices rows of a state, factors of these rows
+    are left out: a later, longer step slices other rows. Factors that may not be sharded are left out, too.
 
     Args:
         graph: The graph to search.
@@ -325,10 +327,10 @@ def group_factors(
 
 
 def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, int], layer_count: int) -> str:
-    """Describe a group of factors by a readable name.
+    """Describe a group of factors by a name that users can read.
 
-    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of
-    %output.weight (128 pieces)``.
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
+    (128 pieces)``.
     """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.describe_factor(factor)
@@ -341,10 +343,7 @@ def _describe_factor_group(factors: Factors, factor: Factor, leaf: tuple[Node, i
 
 
 def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]) -> Value | None:
-    """Find a weight or state that the chosen factors would shard along two axes, or return None.
-
-    A leaf can be sharded along one axis only.
-    """
+    """Find a weight or state that the chosen factors would shard along two axes, which is impossible; else None."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = node.results[0]
@@ -360,10 +359,10 @@ def find_conflicting_leaf(graph: Graph, factors: Factors, chosen_factors: frozen
 def list_one_position_per_factor(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor], leaf_layouts: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List one position (leaf, axis, segment, place in the segment) per chosen factor, as the factor's identity.
+    """List one position (leaf, axis, segment, place in the segment) of each chosen factor, as its identity.
 
-    The positions are valid in every graph over the same leaves. A leaf that `leaf_layouts` shards along another axis
-    is not used.
+    The positions identify factors in every graph over the same leaves. A leaf that `leaf_layouts` shards along another
+    axis is not used.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _iterate_factor_positions(graph, factors, chosen_factors):
@@ -376,17 +375,14 @@ def list_one_position_per_factor(
 def list_all_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """List every position (leaf, axis, segment, place in the segment) of the chosen factors.
-
-    So a graph over some of the leaves can find them (`factors_from_positions`).
-    """
+    """List all positions (leaf, axis, segment, place) of the chosen factors, for graphs over some of the leaves."""
     return frozenset(place for _, place in _iterate_factor_positions(graph, factors, chosen_factors))
 
 
 def _iterate_factor_positions(
     graph: Graph, factors: Factors, chosen_factors: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
-    """Iterate over the chosen factors with each position that they have in a weight or state."""
+    """Yield each position of each chosen factor in weights and states, as pairs (factor, position)."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes_of(node.results[0])):
@@ -397,12 +393,12 @@ def _iterate_factor_positions(
 def factors_from_positions(
     graph: Graph, factors: Factors, factor_positions: frozenset[tuple[str, int, int, int]]
 ) -> frozenset[Factor]:
-    """Find the factors of a graph at positions that `list_one_position_per_factor` returned for another graph.
+    """Find the factors at the given positions, which were listed for another graph over the same leaves.
 
     Args:
         graph: A graph over leaves of the other graph.
         factors: The factors of `graph`.
-        factor_positions: The positions; a position without a factor here is ignored.
+        factor_positions: Positions from `list_one_position_per_factor`; a position without a factor here is ignored.
     """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
@@ -420,9 +416,9 @@ def assign_shard_ranges(
     proportions: Sequence[float],
     earlier_layouts: Mapping[str, Layout] = NO_LEAF_LAYOUTS,
 ) -> ShardRanges:
-    """Assign the index ranges of all sharded factors to devices, in the order of their leaves.
+    """Assign the indices of all sharded factors to devices, in the order of the leaf names.
 
-    The fixed order makes related plans agree. A leaf with a layout from an earlier plan keeps it.
+    The fixed order makes related plans round alike. A leaf with a layout from an earlier plan keeps it.
 
     Args:
         graph: The graph to shard.
@@ -445,6 +441,6 @@ def assign_shard_ranges(
 
 
 def _make_natural_sort_key(position: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Make a sort key that orders numbers in leaf names by value: layer 9 comes before layer 10."""
+    """Make a sort key that compares numbers in leaf names by value: layer 9 comes before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in position[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *position[1:])

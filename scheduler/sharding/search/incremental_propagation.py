@@ -29,7 +29,7 @@ from ..propagation import (
 
 
 class IncrementalLayoutPropagator:
-    """Propagates layouts for many sets of sharded factors of one graph, each from the assignment of a similar set."""
+    """Derives the layouts for many sets of sharded factors of one graph, each from the layouts for a similar set."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users_of_value = graph, factors, graph.users()
@@ -46,7 +46,7 @@ class IncrementalLayoutPropagator:
     def propagate_from_base(
         self, chosen_factors: frozenset[Factor], base_assignment: ShardingAssignment
     ) -> ShardingAssignment:
-        """Propagate the layouts for a set of factors from a base assignment; visit only nodes that may differ.
+        """Derive the layouts for a set of factors from a base assignment; only nodes that may differ are visited.
 
         The result equals the result of `propagate_layouts`.
 
@@ -66,7 +66,7 @@ class IncrementalLayoutPropagator:
 
 
 class _IncrementalPropagation(LayoutPropagation):
-    """One incremental propagation: it visits only the nodes that may differ from a base assignment, operands first.
+    """One layout propagation that visits, operands first, only the nodes that may differ from a base assignment.
 
     Args:
         propagator: The graph, its factors and node positions.
@@ -117,7 +117,7 @@ class _IncrementalPropagation(LayoutPropagation):
         self.stored_values, self.base_assignment = propagator.stored_values, base_assignment
 
     def propagate_changes(self, changed_nodes: set[Node]) -> ShardingAssignment:
-        """Propagate changes: assign layouts to the changed nodes and to all nodes that depend on a changed layout.
+        """Assign layouts again to the changed nodes, and to all nodes that depend on a layout that changes by that.
 
         Returns the new assignment of the whole graph.
         """
@@ -165,10 +165,10 @@ class _IncrementalPropagation(LayoutPropagation):
         )
 
     def _is_weight_or_state(self, value: Value) -> bool:
-        """Return whether `value`, produced before the current node, is a weight, a state or a view of one."""
+        """Return whether `value` is a weight, a state or a view of one, and precedes the current node in the graph."""
         return value in self.stored_values and self.node_positions[value.node] < self.current_position
 
     def _record_conversion(self, conversion: LayoutConversion) -> None:
-        """Record a layout conversion at the position of the current node."""
+        """Record a layout conversion with the position of the current node, so that later visits can replace it."""
         self.conversions_of_value[conversion.value].append((self.current_position, self.conversion_count, conversion))
         self.conversion_count += 1

@@ -1,6 +1,6 @@
 """Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax.
 
-SIMD lanes are tokens. Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are
+SIMD lanes are tokens. Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`amx_matrices`): keys are
 rows, values are columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a
 tile. The tile unit computes its scores, vector code its weights, the tile unit its results. While vector code computes
 the weights of one job, the tile unit computes the scores of the next job and the results of the job before. Its
@@ -106,7 +106,7 @@ KEYS_PER_SOFTMAX_STEP = 8
 
 
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread in prefill attention. `rows` is group heads times tokens of a unit."""
+    """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
     deep, wide = max(1, math.ceil(size / MATRIX_SIZE)), math.ceil(width / MATRIX_SIZE)
     matrices, weights = TILE_HALVES * (deep + wide + 2) + deep + 2, 2 * TILE_HALVES * WEIGHT_BYTES
     lists = TILE_HALVES * (MAX_STEPS * (deep + wide) + 1) * STEP_BYTES + 64
@@ -122,10 +122,10 @@ def count_32x32_matrices(n):
 
 @subroutine
 def compute_scratch_layout(a, thread):
-    """Return the addresses of the parts of a thread's scratch.
+    """Return the addresses of the parts of a thread's scratch, in this order.
 
-    Registers; matrices of keys and values; scores and weights of two jobs; scratch matrices; bits of visible keys;
-    steps; then arrays of queries, results, masks and states of every job.
+    Tile registers, keys, values, scores and weights of two jobs, scratch matrices, bits of visible keys, and steps.
+    Then come arrays with one entry for each job: queries, results, masks and softmax states.
     """
     deep, wide = max(1, count_32x32_matrices(ARGS.size(a))), count_32x32_matrices(ARGS.width(a))
     jobs = ARGS.shared(a) * ARGS.span(a) // BLOCK_TOKENS
@@ -174,7 +174,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that loads the keys and values of a tile as matrices."""
+    """Make the subroutine that converts the keys and values of a tile to matrices of bfloat16 terms."""
     load_keys = make_copy_rows_to_matrices(k, TILE_KEYS)
     load_values = make_transpose_rows_to_matrices(v, TILE_KEYS)
 
@@ -194,17 +194,17 @@ def _make_load_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def find_visible_tile_halves(union):
-    """Return first and end number of the halves of a tile with visible keys (the set bits of `union`)."""
+    """Return the range (first, end) of the halves of a tile with visible keys; `union` has a bit for each such key."""
     return count_trailing_zeros(union) // MATRIX_SIZE, (
         TILE_KEYS - count_leading_zeros(union) + MATRIX_SIZE - 1
     ) // MATRIX_SIZE
 
 
 def _make_append_score_steps(k: DType) -> Subroutine:
-    """Make the subroutine that appends the AMX steps which compute a job's scores to a list of steps.
+    """Make the subroutine that appends the products of a job's scores to a list of AMX steps.
 
-    The subroutine is ``(end, job, keys, scores, deep)``. `end` is the end of the list; the new end is returned. `deep`
-    is the number of matrices along the head size.
+    A step multiplies two matrix terms. The subroutine ``(end, job, keys, scores, deep)`` appends at `end` and returns
+    the new end of the list. `deep` is the number of matrices along the head size.
     """
     list_steps = make_append_matmul_steps(count_bf16_terms(k), QUERY_TERMS)
 
@@ -257,10 +257,7 @@ def apply_cap_and_mask_to_keys(scores, n, lane_mask, cap, slope):
 
 @subroutine
 def compute_max_scores(scores, n, x, y):
-    """Return the maxima of the scores of `n` keys for 32 tokens; `x` and `y` are the maxima so far of 16 tokens each.
-
-    Four independent chains of maxima hide the latency.
-    """
+    """Return the maximal score of each of 32 tokens over `n` keys and the maxima so far; 4 chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(scores, scores + n * ROW_BYTES, 4 * ROW_BYTES):
@@ -275,7 +272,7 @@ def compute_max_scores(scores, n, x, y):
 
 @subroutine
 def rescale_softmax_state(state, x, y, result, rows):
-    """Store new reference scores `x`, `y` in a softmax state, and rescale the earlier sums and results to them."""
+    """Store new reference scores `x` and `y` of 32 tokens, and rescale their sums and `rows` rows of results."""
     h, g = exp2(sub(load(state), x)), exp2(sub(load(state + 64), y))
     store_row_of_32(state, x, y)
     store_row_of_32(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
@@ -285,7 +282,7 @@ def rescale_softmax_state(state, x, y, result, rows):
 
 @subroutine
 def exponentiate_scores_of_two_keys(scores, x, y, to, sums, more):
-    """Convert the scores of two keys to softmax weights in pairs, and add the weights to `sums` and `more`."""
+    """Store the softmax weights of two keys in pairs, and add them to `sums` and `more`, which have 16 tokens each."""
     u, v = exp2(sub(load(scores), x)), exp2(sub(load(scores + ROW_BYTES), x))
     store_weight_terms(to, TERM_BYTES, u, v)
     sums = add(sums, add(u, v))
@@ -296,9 +293,9 @@ def exponentiate_scores_of_two_keys(scores, x, y, to, sums, more):
 
 @cache
 def _make_compute_job_weights() -> Subroutine:
-    """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps meanwhile.
+    """Make the subroutine that converts a job's scores to softmax weights, and runs AMX steps of other jobs meanwhile.
 
-    The subroutine is ``(a, mine, job, p, weights, at, end)``; the steps are `at` to `end`.
+    The subroutine is ``(a, mine, job, scores, weights, at, end)``; it runs the steps from `at` to `end`.
     """
     run_steps = make_run_amx_steps()
 
@@ -339,7 +336,10 @@ def _make_compute_job_weights() -> Subroutine:
 
 
 def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
-    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2."""
+    """Make the pipeline of jobs: round i computes scores of job i, weights of job i - 1, and results of job i - 2.
+
+    A job is the attention of 32 tokens of one head to a tile of keys.
+    """
     run_steps, begin_steps, compute_weights = make_run_amx_steps(), make_begin_amx_step(), _make_compute_job_weights()
     list_scores, list_results = _make_append_score_steps(k), _make_append_result_steps(v)
 
@@ -366,7 +366,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
 
 
 def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a key tile, which is loaded if a token sees it."""
+    """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
     load_tile, attend_jobs = _make_load_kv_tile(k, v), _make_run_jobs_in_pipeline(k, v)
 
     def attend_all(a, heads, start, end, s, place):
@@ -409,7 +409,7 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def store_results(a, heads, start, end, place):
-    """Store the attention results of all tokens of a work unit: ``results / weights``."""
+    """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
     _, _, _, _, _, between, _, _, _, results, _, states = place
     width, step = ARGS.width(a), ARGS.out_step(a)
     for first in range(start, end, BLOCK_TOKENS):
@@ -436,7 +436,7 @@ def store_results(a, heads, start, end, place):
 
 @cache
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
-    """Make the prefill kernel by AMX tiles for keys of type `k` and values of type `v`."""
+    """Make the prefill attention kernel that multiplies in AMX tiles, for keys of type `k` and values of type `v`."""
     unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
         name,

@@ -57,30 +57,39 @@ EXACT_DTYPES = frozenset((DType.F16, DType.BF16, DType.Q4_0))
 
 
 def is_exact_in_bf16_tiles(k: DType, v: DType) -> bool:
-    """Return whether bfloat16 terms in AMX tiles represent keys and values of these types exactly."""
+    """Return whether sums of bfloat16 terms represent keys of type `k` and values of type `v` exactly."""
     return {k, v} <= EXACT_DTYPES
 
 
 def count_bf16_terms(dtype: DType) -> int:
-    """Return the number of bfloat16 terms of keys or values of a type."""
+    """Return how many bfloat16 terms represent a key or value of a type: 1 for bfloat16, otherwise 2."""
     return 1 if dtype is DType.BF16 else 2
 
 
 def compute_softmax_rounding_error(k: DType, v: DType) -> float | None:
-    """Return the relative error of softmax weights in AMX tiles, omitted products included; None without tiles."""
+    """Return the relative error of softmax weights that AMX tiles multiply, omitted products of small terms included.
+
+    The result is None if attention with these types does not use AMX tiles.
+    """
     return 2.0 ** -(8 * WEIGHT_TERMS) if target_cpu.find_amx_support() and is_exact_in_bf16_tiles(k, v) else None
 
 
 @cache
 def make_append_matmul_steps(left: int, right: int) -> Subroutine:
-    """Make the subroutine that appends the AMX steps of a matrix product to a list of steps.
+    """Make the subroutine that appends the AMX steps of a product of two matrices to a list of steps.
 
-    The subroutine is ``(end, a, b, to, first, last)`` and returns the new end of the list. A matrix is stored as a sum
-    of bfloat16 terms: `left` terms for a, `right` terms for b. Products of small terms come first. Products as small as
-    the rounding of the right side are omitted.
+    A step multiplies one bfloat16 term of each matrix. Products of small terms come first. Products as small as the
+    rounding of the right side are omitted. The subroutine ``(end, a, b, to, first, last)`` returns the new end of the
+    list:
 
-    Flags: `first` is `CLEAR_SUMS`, `LOAD_SUMS`, or 0 to continue with the sums in the registers. `last` is `STORE_SUMS`
-    or 0.
+    - `end` is the end of the list so far.
+    - `a`, `b` and `to` are the addresses of the left matrix, the right matrix and the sums.
+    - `first` is `CLEAR_SUMS`, `LOAD_SUMS`, or 0 to continue with the sums in the registers.
+    - `last` is `STORE_SUMS`, or 0 to leave the sums in the registers.
+
+    Args:
+        left: Terms of the left matrix.
+        right: Terms of the right matrix.
     """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
@@ -93,7 +102,14 @@ def make_append_matmul_steps(left: int, right: int) -> Subroutine:
 
 
 def _make_append_matmul_step(i: int, j: int, is_first: bool, is_last: bool) -> Subroutine:
-    """Make the subroutine that appends one AMX step, for terms at byte offsets `i` and `j` of the two matrices."""
+    """Make the subroutine that appends one AMX step, the product of one term of each matrix, to a list of steps.
+
+    Args:
+        i: Byte offset of the term in the left matrix.
+        j: Byte offset of the term in the right matrix.
+        is_first: Whether this is the first step of the matrix product.
+        is_last: Whether this is its last step.
+    """
 
     def list_step(end, a, b, to, first, last):
         store_long(end + STEP_LEFT, a + i)
@@ -106,7 +122,7 @@ def _make_append_matmul_step(i: int, j: int, is_first: bool, is_last: bool) -> S
 
 
 def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Chain two subroutines that append steps: `before`, then `after`."""
+    """Make the subroutine that appends the AMX steps of `before`, then the AMX steps of `after`."""
 
     def append_both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
@@ -116,7 +132,10 @@ def _chain_append_subroutines(before: Subroutine, after: Subroutine) -> Subrouti
 
 @cache
 def make_begin_amx_step() -> Subroutine:
-    """Make the subroutine that loads the sums and the terms of an AMX step to registers: ``(mine, step)``."""
+    """Make the subroutine ``(mine, step)`` that loads the sums and the two terms of an AMX step to tile registers.
+
+    `mine` is the scratch of the thread, `step` the address of the step.
+    """
     unit = select_amx_tile_operations()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
@@ -144,11 +163,11 @@ def make_begin_amx_step() -> Subroutine:
 
 @cache
 def make_run_amx_steps() -> Subroutine:
-    """Make the subroutine ``(mine, first, last)`` that runs AMX steps and loads the operands of the step `last`.
+    """Make the subroutine ``(mine, first, last)`` that runs the AMX steps from address `first` to before `last`.
 
-    It runs the steps from address `first` to before `last`. The operands of the step `first` are in registers already.
-    Each step loads the operands of the step after it. A load waits for an earlier store with the same low 12 address
-    bits, and such a store waits for all products before it. So operands are loaded before vector code stores anything.
+    Each step loads the operands of the step after it, so the operands of `last` are loaded at the end. The operands of
+    `first` are in registers already. The reason: a load waits for an earlier store with the same low 12 address bits,
+    and such a store waits for all products before it. So operands are loaded before vector code stores anything.
     """
     unit, begin_step = select_amx_tile_operations(), make_begin_amx_step()
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -175,7 +194,7 @@ def make_run_amx_steps() -> Subroutine:
 
 @subroutine
 def append_end_step(end):
-    """Append a dummy last AMX step: running the real last step loads the operands of the step after it."""
+    """Append a dummy AMX step with valid operands: the last real step loads the operands of the step after it."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))
     store_long(end + STEP_FLAGS, 0)
@@ -183,10 +202,12 @@ def append_end_step(end):
 
 @cache
 def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make the subroutine that copies `count` rows to matrices of bfloat16 terms, `wide` matrices for each 32 rows.
+    """Make the subroutine that converts `count` rows of numbers to matrices of bfloat16 terms, with zeros as padding.
 
-    The subroutine is ``(source, step, rows, size, to, wide)``. Rows are `step` bytes apart and have `size` columns.
-    Missing numbers are zero.
+    The subroutine is ``(source, step, rows, size, to, wide)``:
+
+    - `source` has `rows` rows of `size` columns, `step` bytes apart.
+    - `to` receives `wide` matrices for each 32 rows.
     """
     load_first, store_pair = CELLS_BY_DTYPE[dtype].load_first, make_store_of_bf16_pair_terms(count_bf16_terms(dtype))
 
@@ -205,10 +226,13 @@ def make_copy_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
-    """Make the subroutine that transposes `count` rows to matrices of bfloat16 terms, one for each 32 columns.
+    """Make the subroutine that transposes `count` rows of numbers to matrices of bfloat16 terms, with zeros as padding.
 
-    The subroutine is ``(source, step, rows, size, to, wide, between)``. The matrices of 32 columns are adjacent for all
-    rows. `between` is scratch of one matrix.
+    The subroutine is ``(source, step, rows, size, to, wide, between)``:
+
+    - `source` has `rows` rows of `size` columns, `step` bytes apart.
+    - `to` receives the matrices of `wide` times 32 columns. The matrices of 32 columns are adjacent for all rows.
+    - `between` is scratch memory of one matrix.
     """
     transpose_padded, transpose_whole, height = (
         _make_transpose_padded_columns(dtype),
@@ -233,7 +257,7 @@ def make_transpose_rows_to_matrices(dtype: DType, count: int) -> Subroutine:
 
 @cache
 def _make_transpose_padded_columns(dtype: DType) -> Subroutine:
-    """Make the subroutine that transposes 16 columns of up to 32 rows, with zeros for missing numbers.
+    """Make the subroutine that transposes 16 columns of up to 32 rows to bfloat16 terms, with zeros as padding.
 
     The subroutine is ``(source, step, rows, c, size, to, between)``; the columns begin at `c`.
     """
@@ -254,13 +278,13 @@ def _make_transpose_padded_columns(dtype: DType) -> Subroutine:
 
 @subroutine
 def _transpose_bf16_columns(source, step, rows, c, size, to, between):
-    """Transpose 16 columns of 32 bfloat16 rows."""
+    """Transpose 16 columns of 32 bfloat16 rows, from column `c` on, to a matrix of one term."""
     transpose_32x16_shorts(source + 2 * c, step, to)
 
 
 @subroutine
 def _transpose_f16_columns_to_bf16_terms(source, step, rows, c, size, to, between):
-    """Transpose 16 columns of 32 float16 rows, and split them into two bfloat16 terms."""
+    """Transpose 16 columns of 32 float16 rows, from column `c` on, and split each number into two bfloat16 terms."""
     transpose_32x16_shorts(source + 2 * c, step, between)
     for r in range(0, LANES * amx.TILE_ROW_BYTES, amx.TILE_ROW_BYTES):
         x, y = load_f16(between + r), load_f16(between + r + 32)
@@ -276,9 +300,9 @@ _COLUMN_TRANSPOSERS: Mapping[DType, Subroutine] = MappingProxyType(
 
 @subroutine
 def convert_query_lanes_to_matrix(rows, factor, to):
-    """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of queries in bfloat16 terms.
+    """Convert 32 query numbers of 32 tokens to a matrix of bfloat16 terms, multiplied by `factor`.
 
-    The numbers of a pair are 16 rows apart.
+    A row of `rows` has one number of all 32 tokens as float32. The two numbers of a pair are 16 rows apart.
     """
     for r in range(0, 16 * ROW_BYTES, ROW_BYTES):
         for group in range(2):

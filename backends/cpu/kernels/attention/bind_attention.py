@@ -36,9 +36,11 @@ Addresses = npt.NDArray[np.int64]
 
 
 def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
-    """Return the addresses of the elements of `x` for all combinations of indices along some axes.
+    """Compute the addresses of the elements of `x` at all combinations of the given indices.
 
-    `axes` has pairs of an axis and its indices. Indices wrap around at the size of their axis.
+    Args:
+        x: The operand; its index along all other axes is 0.
+        axes: Pairs (axis, indices). Indices wrap around at the size of their axis.
     """
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
@@ -47,9 +49,9 @@ def _compute_indexed_addresses(x: Operand, axes: Sequence[tuple[int, npt.NDArray
 
 
 def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Operand:
-    """Return a dense copy of an attention operand if the elements of its rows are strided, else the operand.
+    """Return `x`, or a dense copy of it if the elements of its rows are not adjacent in memory.
 
-    `purpose` is the name of the scratch memory for the copy.
+    The copy is an attention operand, too. `purpose` is the name of its scratch memory.
     """
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
@@ -66,7 +68,7 @@ def _copy_if_strided(steps: StepTableBuilder, purpose: str, x: Operand) -> Opera
 
 
 def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
-    """Return a view of `x` at the fixed indices `leading` of its first axes, with one element per row."""
+    """Return a view of `x` in which each element is a row, at the fixed indices `leading` of its first axes."""
     for axis, i in enumerate(leading):
         x = x.slice_axis(axis, i, 1)
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
@@ -75,9 +77,10 @@ def _view_elements_as_rows(x: Operand, leading: Sequence[int]) -> Operand:
 def _build_head_address_table(
     steps: StepTableBuilder, call: BoundInstruction, q: Operand, k: Operand, v: Operand, mask: Operand | None
 ) -> Addresses:
-    """Build the table of head addresses that attention kernels read: [sequences..., heads, 7 words].
+    """Build the table with seven numbers for each head of each sequence, which attention kernels read.
 
-    `scores` defines the seven words.
+    They are the addresses of query, key, value, mask and result, then the ALiBi slope, then the address of the
+    attention sink. `softmax_scores` has their byte offsets.
     """
     *leading, _, heads, _ = q.shape
     keys, count = k.shape[-3], len(leading)
@@ -115,9 +118,10 @@ def _float_attribute(call: BoundInstruction, name: str) -> float:
 
 
 def _choose_heads_per_unit(shared: int) -> int:
-    """Choose the number of heads that one work unit computes together; they share a key head.
+    """Choose the number of query heads that one work unit computes together; they read the same key head.
 
-    `shared` is the number of query heads for each key head.
+    Args:
+        shared: The number of query heads for each key head.
     """
     return max(n for n in range(1, MAX_HEADS_PER_UNIT + 1) if shared % n == 0)
 
@@ -125,7 +129,7 @@ def _choose_heads_per_unit(shared: int) -> int:
 def _choose_decode_work_split(
     steps: StepTableBuilder, sequences: int, head_groups: int, k: Operand, v: Operand
 ) -> tuple[int, int]:
-    """Choose how threads share the work of decode attention evenly: by groups of heads, and by ranges of keys.
+    """Choose how threads share the work of decode attention: by groups of heads, by ranges of keys, or by both.
 
     Groups of heads are processed together if the keys of a token are adjacent: then memory is read front to back, which
     processors prefetch. Threads preferably share the groups rather than the keys, because then partial results need no
@@ -133,13 +137,13 @@ def _choose_decode_work_split(
 
     Args:
         steps: The steps of the program.
-        sequences: Sequences.
-        head_groups: Groups of heads of a sequence.
+        sequences: The number of sequences.
+        head_groups: The number of groups of heads in a sequence.
         k: The keys.
         v: The values.
 
     Returns:
-        The groups of heads that are processed together, and the number of splits of the keys.
+        The number of groups of heads that are processed together, and the number of splits of the keys.
     """
     max_splits = (
         max(1, k.shape[-3] // decode_attention.KEYS_PER_CHUNK) if k.tensor.spec.nbytes >= MIN_SHARED_BYTES else 1
@@ -154,21 +158,21 @@ def _choose_decode_work_split(
 
 
 def _compute_split_count(steps: StepTableBuilder, units: int) -> int:
-    """Return the smallest number of splits of each of `units` work units that gives all threads equal work."""
+    """Return the smallest number of parts of each of `units` work units with which all threads get equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 
 def _is_readable_key_or_value(x: Operand | None) -> bool:
-    """Return whether kernels can read keys or values, in place or after a copy."""
+    """Return whether attention kernels can read keys or values of this form, in place or from a dense copy."""
     return x is not None and (
         x.is_float or (x.dtype in CELLS_BY_DTYPE and x.is_dense_along(-1) and not x.has_packed_blocks)
     )
 
 
 def _bind_attention(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add attention steps: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
+    """Add the steps of an attention op: a prefill kernel from `MIN_PREFILL_TOKENS` tokens on, else a decode kernel.
 
-    Return False if the operands do not fit.
+    Return False if the kernels cannot read the operands.
     """
     inputs, sinks, out = call.src[:4], call.optional_operand(4), call.out
     floats = (call.operand(0), call.optional_operand(3), sinks)
@@ -250,9 +254,9 @@ def _add_merge_partial_results_step(
     reads: Sequence[Operand],
     scratch: Operand,
 ) -> None:
-    """Add the step that merges the partial results of split keys.
+    """Add the step that merges the partial results of attention, if threads have split the keys.
 
-    Each thread merges all of them for itself if only matmuls follow.
+    If only matmuls read the result, each thread merges everything into its own copy.
     """
     own = make_result_copy_per_thread(steps, call)
     if own is None:

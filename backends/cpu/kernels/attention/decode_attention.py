@@ -1,6 +1,6 @@
 """Decode attention of few tokens with online softmax: SIMD lanes are keys, and each thread has heads or keys.
 
-Keys and values are read once for all heads that share them. Groups of heads walk through a cache together: memory is
+Keys and values are read once for all heads that share them. Several groups of heads read a cache together: memory is
 read front to back. If threads split the keys, `merge_partial_results` merges their results.
 """
 
@@ -80,8 +80,8 @@ MAX_ROWS_PER_PASS = 4 if count_vector_registers() == MANY_REGISTERS else 1
 def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
     """Return the scratch bytes of a thread in decode attention.
 
-    The scratch holds scores, highest scores and results. Memory behind them is used for expanded values, for queries
-    and products, or for quantised queries and keys, one after the other.
+    The scratch holds scores, highest scores and results. The memory after them has three uses, one after the other:
+    expanded values, queries and products, or quantised queries and keys.
     """
     floats = 4 * MAX_ROWS_PER_PASS * VECTOR_BYTES + rows * 4 * (-(-size // LANES) * LANES)
     blocks = quantised_keys.compute_transposed_keys_bytes(size) + rows * quantised_keys.compute_quantised_query_bytes(
@@ -93,9 +93,9 @@ def compute_decode_scratch_bytes(rows: int, keys: int, size: int, width: int) ->
 
 
 def _make_multiply_queries_with_keys(cells: CacheRowOperations, count: int) -> Subroutine:
-    """Make the subroutine that computes partial dot products of `count` queries and 16 keys, from key `s` on.
+    """Make the subroutine that computes the dot products of `count` queries and 16 keys, from key `s` on.
 
-    It stores four partial sums of each dot product at `to`.
+    At `to` it stores each dot product as four partial sums.
     """
     load_16, load_first, line = cells.load_16, cells.load_first, CACHE_LINE_BYTES // cells.nbytes
     tile = make_dot_tile(count, 1)
@@ -171,7 +171,7 @@ def prefetch_rows_to_l2(rows, step, count, nbytes):
 
 @subroutine
 def merge_partial_results_of_group(a, unit, scratch):
-    """Merge the partial results of a group of heads and write the attention results, which are weighted means.
+    """Merge the partial results of a group of heads, and write the attention results: weighted means of values.
 
     `scratch` has room for one partial result.
     """
@@ -190,7 +190,7 @@ def merge_partial_results_of_group(a, unit, scratch):
 
 
 def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
-    """Return the row operations for the values that heads read: float32 if the values are expanded first."""
+    """Return the row operations for the form in which heads read values: float32 if the values are expanded first."""
     return cells if cells.expand_range is None else CELLS_BY_DTYPE[DType.F32]
 
 
@@ -198,9 +198,10 @@ def _select_value_operations(cells: CacheRowOperations) -> CacheRowOperations:
 class QueryKeyOperations:
     """The subroutines that multiply queries with keys of one type.
 
-    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``.
-    ``store_scores(a, heads, s, high, queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16
-    keys, `reach` bytes apart, and updates the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
+    - ``prepare_query(query, size, to)`` writes a query in the form that `store_scores` reads.
+    - ``query_bytes(size)`` is the size of this form, ``scratch_bytes(size)`` the size of the scratch `memory`.
+    - ``store_scores(a, heads, s, high, queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16
+      keys from key `s` on. Rows are `reach` bytes apart. It updates the highest score of each lane.
     """
 
     prepare_query: Subroutine
@@ -294,7 +295,7 @@ def _make_quantised_key_operations(dtype: DType) -> QueryKeyOperations:
 def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
     """Make the subroutine that computes the scores of all rows of a work unit for keys `low` to `high`.
 
-    It also stores the highest score of each lane in `lanes`.
+    At `lanes` it stores the highest score of each SIMD lane.
     """
     prepare_query, store_scores = keys.prepare_query, keys.store_scores
     query_bytes, scratch_bytes = keys.query_bytes, keys.scratch_bytes
@@ -317,9 +318,9 @@ def _make_compute_scores(keys: QueryKeyOperations) -> Subroutine:
 
 
 def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that returns where to read 64 columns of `n` values, after expanding quantised values.
+    """Make the subroutine that returns the place of 64 columns of `n` float values; it first expands quantised values.
 
-    It returns four numbers: address, bytes from value to value, first column, end column.
+    The place is four numbers: address, bytes from value to value, first column, end column.
     """
     if cells.expand_range is None:
         return subroutine(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
@@ -336,7 +337,7 @@ def _make_locate_float_values(cells: CacheRowOperations) -> Subroutine:
 
 
 def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that adds the weighted values of a range of keys to the results of all rows of a unit."""
+    """Make the subroutine that adds the weighted values of a range of keys to the results of a work unit."""
     lines = 0 if cells.expand_range else cells.nbytes * VALUE_COLUMNS // CACHE_LINE_BYTES
     read_cells = _select_value_operations(cells)
     add_1, add_2, add_3, add_4 = (_make_add_weighted_value_columns(read_cells, count, lines) for count in range(1, 5))
@@ -376,9 +377,9 @@ def _make_add_weighted_values(cells: CacheRowOperations) -> Subroutine:
 
 @cache
 def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
-    """Make the decode kernel for keys of type `k` and values of type `v`.
+    """Make the attention kernel for few tokens, for keys of type `k` and values of type `v`.
 
-    A work unit has `beside` groups of heads, and one split of the keys.
+    A work unit is the attention of `beside` groups of heads to one split (part) of the keys.
     """
     score_keys = _make_compute_scores(
         _make_quantised_key_operations(k) if k.is_quantised else _make_float_key_operations(CELLS_BY_DTYPE[k])
@@ -437,7 +438,7 @@ def make_decode_attention_kernel(k: DType, v: DType) -> Kernel:
 
 @kernel
 def merge_partial_results(a, thread, threads):
-    """Merge the partial results of every group of heads and write the attention results."""
+    """Merge the partial results of all groups of heads if threads have split the keys; write the attention results."""
     lo, hi = compute_thread_range(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
         merge_partial_results_of_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))

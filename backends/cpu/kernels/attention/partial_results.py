@@ -39,9 +39,14 @@ def compute_partial_result_bytes(width: int) -> int:
 
 @subroutine
 def update_online_softmax(scores, n, lanes, state, width):
-    """Replace the `n` scores of a row by softmax weights, and update the row's partial result `state` (online softmax).
+    """Replace the scores of a row by softmax weights, and update the partial result of the row (online softmax).
 
-    `lanes` is the address of a vector with the highest score of each lane.
+    Args:
+        scores: address of the scores.
+        n: count of scores.
+        lanes: address of a vector with the highest score of each SIMD lane.
+        state: address of the partial result.
+        width: elements of a value.
     """
     before = load_scalar(state)
     top = max(lane_max_without_nan(load(lanes)), before)
@@ -60,7 +65,12 @@ def update_online_softmax(scores, n, lanes, state, width):
 
 @subroutine
 def clear_partial_result(state, span):
-    """Initialise the partial result of a row: all sums are zero, and the highest score is the lowest number."""
+    """Initialise a partial result: its sums are zero, and its highest score is the lowest number.
+
+    Args:
+        state: address of the partial result.
+        span: bytes of the partial result.
+    """
     for c in range(0, span, VECTOR_BYTES):
         store(state + c, zeros())
     store_scalar(state, MIN_SCORE)
@@ -68,7 +78,13 @@ def clear_partial_result(state, span):
 
 @subroutine
 def merge_partial_result(state, part, width):
-    """Merge the partial result `part` into `state`. Partial results are always merged in the order of their keys."""
+    """Merge a partial result into another one, which has the keys before it.
+
+    Args:
+        state: address of the partial result that is updated.
+        part: address of the partial result of the later keys.
+        width: elements of a value.
+    """
     if load_scalar(part + PARTIAL_SUM_OFFSET) == FLOAT_ZERO:
         return
     before, after = load_scalar(state), load_scalar(part)
@@ -83,9 +99,13 @@ def merge_partial_result(state, part, width):
 
 @subroutine
 def write_attention_row(state, sink, out, width):
-    """Write the attention result of a row: the weighted mean of its values from its complete partial result.
+    """Write the attention result of a row, the weighted mean of its values, from its merged partial result.
 
-    `sink` is the score of the attention sink.
+    Args:
+        state: address of the merged partial result.
+        sink: score of the attention sink.
+        out: address of the result.
+        width: elements of a value.
     """
     top = max(load_scalar(state), max(sink, MIN_SCORE))
     f = exp2_scalar(load_scalar(state) - top)

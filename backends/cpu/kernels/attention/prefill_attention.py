@@ -66,7 +66,7 @@ from .softmax_scores import (
 )
 
 ARGS = declare_args(f"{COMMON_ARGS} span tickets")
-"""The last words: tokens of a unit, and the work queue (`tickets.take_work_item`)."""
+"""The last words: tokens of a unit, and the work queue (`work_queue.take_work_item`)."""
 
 TILE_KEYS = 64
 """Keys of a tile: one bit of a word each."""
@@ -79,9 +79,10 @@ JOBS_PER_TILE = 8
 
 
 def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
-    """Choose the tokens of a work unit: all units get the same number, a multiple of `BLOCK_TOKENS`.
+    """Choose the number of tokens of a work unit, a multiple of `BLOCK_TOKENS` that is equal for all units.
 
-    At most `jobs` blocks use one copy of a key tile. Units are smaller if threads would have too few units.
+    At most `jobs` pairs of a head and a block of tokens use one copy of a key tile. Units are smaller if there would be
+    too few for all threads.
     """
     blocks = math.ceil(tokens / BLOCK_TOKENS)
     fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
@@ -90,17 +91,17 @@ def choose_tokens_per_unit(jobs: int, units: int, shared: int, tokens: int, thre
 
 
 def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread in prefill attention. `rows` is group heads times tokens of a unit."""
+    """Return the scratch bytes of a thread in prefill attention; a work unit has `rows` pairs of a head and a token."""
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK_TOKENS) * BLOCK_TOKENS
     return 4 * (TILE_KEYS * (deep + wide + 2 * BLOCK_TOKENS) + 16 + BLOCK_TOKENS + rows * (deep + wide + 2))
 
 
 @subroutine
 def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """Copy rows times a factor to dense rows, padded in both directions: ``to[r, c] = factor * source[r, c]``.
+    """Multiply rows by a factor and copy them to dense rows, padded in both directions.
 
-    The source has `rows` rows of `size` numbers. The result has `count` rows of `wide` numbers. Numbers that the source
-    lacks become ``factor * otherwise``.
+    The source has `rows` rows of `size` numbers, `step` bytes apart. The result has `count` rows of `wide` numbers.
+    Missing numbers become ``factor * otherwise``.
     """
     for r in range(count):
         for c in range(0, wide, LANES):
@@ -118,8 +119,8 @@ def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, o
 def add_8x32_matrix_product(a, row, column, b, step, n, to, pace, fades):
     """Add a matrix product to 8 rows of 32 columns: ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]``.
 
-    Strides in bytes: `row` and `column` for a, `step` for rows of b, `pace` for rows of `to`. If `fades` is 0, the old
-    `to` is not added.
+    Strides in bytes: `row` and `column` for a, `step` for rows of b, `pace` for rows of `to`. If `fades` is 0, `to` is
+    overwritten.
     """
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
@@ -170,7 +171,7 @@ def store_row_of_32(to, x, y):
 
 @subroutine
 def find_visible_tile_keys(mask, step, tokens, s, keys, to):
-    """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
+    """Find the keys of a tile that are visible to each 8 tokens; store a word of 64 bits for each 8 tokens at `to`.
 
     Returns:
         The bits of keys that any token sees, and whether the mask is zero throughout.
@@ -197,7 +198,7 @@ def find_visible_tile_keys(mask, step, tokens, s, keys, to):
 
 @subroutine
 def find_set_bit_range(bits):
-    """Return the first and the end position of the set bits of `bits`, rounded outwards to multiples of eight."""
+    """Return the range (first, end) of the set bits of `bits`, rounded outwards to multiples of eight."""
     return count_trailing_zeros(bits) // MATRIX_ROWS * MATRIX_ROWS, (
         TILE_KEYS - count_leading_zeros(bits) + MATRIX_ROWS - 1
     ) // MATRIX_ROWS * MATRIX_ROWS
@@ -207,8 +208,8 @@ def find_set_bit_range(bits):
 def apply_online_softmax(scores, lane_mask, low, high, cap, slope, state, fades):
     """Replace the scores of a tile by softmax weights, and update the online softmax state of each token.
 
-    `lane_mask` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
-    token. `fades` receives the factors of earlier sums.
+    The state has the highest score and the sum of weights of each token. `fades` receives the factors that rescale
+    earlier sums. `lane_mask` is the mask with tokens as lanes, or 0.
     """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
@@ -233,10 +234,10 @@ def apply_online_softmax(scores, lane_mask, low, high, cap, slope, state, fades)
 
 @subroutine
 def compute_scratch_layout(a, thread):
-    """Return the addresses of the parts of a thread's scratch.
+    """Return the addresses of the parts of a thread's scratch, in this order.
 
-    Tiles of keys, values, scores and mask; bits of visible keys; fades; then queries, states and results of every block
-    and head.
+    Keys, values, scores and mask of a tile; bits of visible keys; factors of earlier sums (`fades`). Then come the
+    queries, softmax states and results of every block of tokens and head.
     """
     deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK_TOKENS)
     rows = ARGS.shared(a) * ARGS.span(a)
@@ -253,9 +254,9 @@ def compute_scratch_layout(a, thread):
 
 @subroutine
 def load_queries(a, heads, start, end, place):
-    """Load the scaled queries of a work unit with tokens as lanes, and initialise their softmax states and results.
+    """Load the scaled queries of a work unit with tokens as lanes, and initialise softmax states and results.
 
-    A state begins with the score of the attention sink, a result with 0.
+    A softmax state begins with the score of the attention sink, a result with 0.
     """
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
@@ -279,7 +280,7 @@ def load_queries(a, heads, start, end, place):
 
 
 def _make_copy_tile_rows(cells: CacheRowOperations) -> Subroutine:
-    """Make the subroutine that copies tile rows to zero-padded float32: ``(source, step, rows, size, to, wide)``."""
+    """Make the subroutine ``(source, step, rows, size, to, wide)`` that copies tile rows to zero-padded float32."""
     load_first = cells.load_first
 
     def copy_tile_rows(source, step, rows, size, to, wide):
@@ -307,7 +308,7 @@ def _make_copy_kv_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
-    """Load the mask of a tile to `scratch`, and transpose it to `lane_mask`, where lanes are tokens."""
+    """Load the mask of a key tile, padded with -inf, and transpose it to `lane_mask`, in which lanes are tokens."""
     copy_scaled_padded_rows(mask, step, count, left, FLOAT_ONE, scratch, BLOCK_TOKENS, TILE_KEYS, splat(MINUS_INFINITY))
     for r in range(0, TILE_KEYS, LANES):
         transpose_16x16(scratch + 4 * r, 4 * TILE_KEYS, lane_mask + 4 * BLOCK_TOKENS * r, 4 * BLOCK_TOKENS)
@@ -321,7 +322,7 @@ def load_transposed_mask(mask, step, count, left, scratch, lane_mask):
 
 @subroutine
 def attend_tokens(a, count, union, lane_mask, slope, queries, state, result, place):
-    """Attend a block of tokens of one head to a tile of keys: compute scores, weights and results."""
+    """Add a tile of keys to the attention of a block of tokens of one head: compute scores, weights and results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK_TOKENS)
     low, high = find_set_bit_range(union)
@@ -342,7 +343,7 @@ def attend_tokens(a, count, union, lane_mask, slope, queries, state, result, pla
 
 
 def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
-    """Make the subroutine that attends all tokens of a unit to a key tile, which is copied if a token sees it."""
+    """Make the subroutine that adds a tile of keys to the attention of a work unit, unless no token sees the tile."""
     copy_tile = _make_copy_kv_tile(k, v)
 
     def attend_all(a, heads, start, end, s, place):
@@ -375,7 +376,7 @@ def _make_attend_to_tile(k: DType, v: DType) -> Subroutine:
 
 @subroutine
 def store_results(a, heads, start, end, place):
-    """Store the attention results of all tokens of a work unit: ``results / weights``."""
+    """Store the attention results of a work unit: the weighted sums of values, divided by the sums of weights."""
     width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK_TOKENS)
     for first in range(start, end, BLOCK_TOKENS):
@@ -400,16 +401,16 @@ def make_attention_span_kernel(
     begin: TileOperation,
     end: TileOperation,
 ) -> Kernel:
-    """Make a prefill attention kernel, in which a work unit is a span of tokens in a group of heads.
+    """Make a prefill attention kernel from subroutines; a work unit is a span of tokens in a group of heads.
 
-    The last span is processed first.
+    The last span is processed first. `place` is the scratch layout.
 
     Args:
         name: The name of the kernel.
         locate_scratch: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
-        load_unit: ``(a, heads, start, stop, place)`` loads the queries of tokens.
-        attend_tile: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
-        store_unit: Stores results; arguments as `load_unit`.
+        load_unit: ``(a, heads, start, stop, place)`` loads the queries of tokens `start` to `stop`.
+        attend_tile: ``(a, heads, start, stop, s, place)`` adds the tile of keys from key `s` on to their attention.
+        store_unit: ``(a, heads, start, stop, place)`` stores the results.
         begin: Called with ``(memory)`` first.
         end: Called with ``(memory)`` last.
     """
@@ -440,7 +441,7 @@ def make_attention_span_kernel(
 
 @cache
 def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
-    """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
+    """Make the prefill attention kernel that multiplies in vectors, for keys of type `k` and values of type `v`."""
     name = f"prefill_attention.attend.{k}.{v}"
     return make_attention_span_kernel(
         name, compute_scratch_layout, load_queries, _make_attend_to_tile(k, v), store_results, do_nothing, do_nothing

@@ -52,14 +52,15 @@ def compute_quantised_query_bytes(size: int) -> int:
 
 
 def compute_transposed_keys_bytes(size: int) -> int:
-    """Return the bytes of 16 transposed keys: pairs of blocks, and scales."""
+    """Return the bytes of 16 transposed keys of `size` elements: their codes in pairs of blocks, and their scales."""
     return (size // BLOCK_ELEMENTS + 1) * (TRANSPOSED_BLOCK_BYTES + 32)
 
 
 def make_quantise_query(dtype: DType) -> Subroutine:
     """Make the subroutine that quantises a query to 8-bit blocks with float32 scales, for keys of `dtype`.
 
-    The subroutine is ``(query, size, to)``.
+    The subroutine is ``(query, size, to)``: the address of the query, its number of elements, and the address of the
+    result.
     """
     code_offset = CODE_OFFSETS[dtype]
 
@@ -80,10 +81,10 @@ def make_quantise_query(dtype: DType) -> Subroutine:
 
 
 def make_transpose_16_keys(dtype: DType) -> Subroutine:
-    """Make the subroutine that transposes the codes of 16 quantised keys, so that lanes are keys.
+    """Make the subroutine that transposes the codes of 16 quantised keys, so that each SIMD lane has one key.
 
-    The subroutine is ``(keys, step, last, size, to)``. `last` is the index of the last key; keys behind it repeat it.
-    `dot_query_with_16_keys` reads the result.
+    The subroutine is ``(keys, step, last, size, to)``. `step` is the bytes from key to key. `last` is the index of the
+    last key, which is repeated for missing keys. `dot_query_with_16_keys` reads the result.
     """
     transpose_blocks, nbytes = BLOCK_TRANSPOSERS[dtype], dtype.block_bytes
 
@@ -103,7 +104,7 @@ def make_transpose_16_keys(dtype: DType) -> Subroutine:
 
 @subroutine
 def dot_query_with_16_keys(query, keys, size):
-    """Return the 16 dot products of a quantised query and 16 transposed keys.
+    """Return the 16 dot products of a quantised query and 16 transposed keys of `size` elements, with b for blocks.
 
     ``x[k] = sum over b of query_scale[b] * key_scale[b, k] * (q[b] . key[b, k] + correction[b])``.
     """

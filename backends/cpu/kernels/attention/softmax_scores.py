@@ -59,9 +59,10 @@ ROUNDING_CONSTANT = 12582912.0
 
 @subroutine
 def exp2(x):
-    """Return ``2**x`` for x <= 0 with a relative error below 2e-7: 0 for x <= -127, NaN for NaN.
+    """Return ``2**x`` for x <= 0 with a relative error below 2e-7; 0 for x <= -127, NaN for NaN.
 
-    A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
+    The power of the fraction of x is a polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part of x is
+    added to the exponent.
     """
     clamped = where_less(x, splat(-127.0), splat(-127.0), x)
     n = add(clamped, splat(ROUNDING_CONSTANT))
@@ -88,15 +89,21 @@ def round_up(n, step):
 
 @subroutine
 def max_or_second(x, y):
-    """Return the larger of x and y in each lane; where x or y is NaN, return y."""
+    """Return the larger of x and y in each lane, and y where one of them is NaN."""
     return where_less(y, x, x, y)
 
 
 @subroutine
 def apply_cap_and_mask(x, mask, cap, slope):
-    """Apply the soft cap and the mask to scaled products of 16 lanes: ``slope * mask + cap * tanh(x)``.
+    """Compute 16 final scores from scaled products, with the mask and the soft cap.
 
-    Without a cap the score is ``slope * mask + x``. `slope` is the ALiBi slope of the head.
+    The score is ``slope * mask + cap * tanh(x)``, or ``slope * mask + x`` without a soft cap.
+
+    Args:
+        x: vector of products of a query with 16 keys, times the scale.
+        mask: vector of mask values.
+        cap: the soft cap, or 0.
+        slope: the ALiBi slope of the head.
     """
     if cap > FLOAT_ZERO:
         x = mul(tanh(x), splat(cap))
@@ -105,13 +112,13 @@ def apply_cap_and_mask(x, mask, cap, slope):
 
 @subroutine
 def load_sink_score(head):
-    """Load the sink score of a head, in units of log2(e)."""
+    """Load the score of the attention sink of a head, multiplied by log2(e)."""
     return load_scalar(load_long(head + HEAD_SINK)) * LOG2_E
 
 
 @subroutine
 def load_mask_lanes(mask, s, keys):
-    """Load the mask of 16 keys from key `s` on, -inf past the last key."""
+    """Load the mask values of 16 keys from key `s` on; keys from number `keys` on get -inf."""
     if keys - s >= LANES:
         return load(mask + 4 * s)
     return load_first_lanes_or(mask + 4 * s, keys - s, splat(MINUS_INFINITY))
@@ -119,13 +126,13 @@ def load_mask_lanes(mask, s, keys):
 
 @subroutine
 def find_visible_key_bits(mask):
-    """Return a bit mask of 16 keys: a bit is set if the attention mask makes its key visible."""
+    """Return 16 bits, one for each key in a vector of the mask; a bit is set if the key is visible."""
     return greater_bitmask(mask, splat(MIN_SCORE))
 
 
 @subroutine
 def find_first_visible_key(mask, keys):
-    """Find the first visible key of a mask row, rounded down to a multiple of 16."""
+    """Find the number of the first visible key in a mask row of `keys` keys, rounded down to a multiple of 16."""
     s = 0
     while s < keys and find_visible_key_bits(load_mask_lanes(mask, s, keys)) == 0:
         s += LANES
@@ -134,7 +141,7 @@ def find_first_visible_key(mask, keys):
 
 @subroutine
 def find_end_of_visible_keys(mask, keys):
-    """Find the end of the visible keys of a mask row, rounded up to a multiple of 16 or to `keys`."""
+    """Return the end of the visible keys in a mask row, rounded up to a multiple of 16 but at most `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and find_visible_key_bits(load_mask_lanes(mask, s - LANES, keys)) == 0:
         s -= LANES
@@ -143,7 +150,15 @@ def find_end_of_visible_keys(mask, keys):
 
 @subroutine
 def find_visible_key_range(heads, shared, tokens, step, keys):
-    """Find the range of keys that are visible to any token in any head of a group."""
+    """Find the range of keys that at least one token sees in at least one head of a group.
+
+    Args:
+        heads: address of the first head in the head table.
+        shared: heads of the group.
+        tokens: count of tokens.
+        step: bytes from token to token of a mask.
+        keys: count of keys.
+    """
     low, high, known = keys, 0, 0
     for h in range(shared):
         mask = load_long(heads + h * HEAD_BYTES + HEAD_MASK)

@@ -1,6 +1,6 @@
 """Products of many activation rows with a weight by AMX tiles: bfloat16 terms, float32 sums.
 
-1. Expand some columns of two weight groups, or of one group of each of two weights (`tiled_weights`).
+1. Expand some columns of two weight groups, or of one group of each of two weights (`amx_weights`).
 2. Multiply them with 32 activation rows after another: two activation tiles times two weight tiles.
 3. Keep the four tiles of sums in registers.
 """
@@ -49,7 +49,10 @@ SCRATCH_BYTES = SUMS_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * MAX_MATRICES * MATR
 
 
 def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
-    """Choose how a matmul reads its activations: a kind of `rounding`, or None for float32."""
+    """Choose the form in which a matmul reads its activations: a kind of rounding, or None for float32.
+
+    `activation_quantisation` lists the kinds of rounding.
+    """
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
     if target_cpu.find_amx_support() and w.shape[-1] and w.shape[-1] % BLOCK_COLUMNS == 0:
@@ -61,7 +64,7 @@ def choose_activation_rounding_kind(call: BoundInstruction) -> int | None:
 
 @subroutine
 def compute_expanded_matrices_per_pass(columns, terms):
-    """Return how many matrices of two weight groups are expanded together: as many as fit into the scratch.
+    """Return how many matrices (pairs of weight groups) are expanded together: as many as fit into the scratch.
 
     With more matrices, activations are loaded from distant memory less often.
     """
@@ -71,10 +74,14 @@ def compute_expanded_matrices_per_pass(columns, terms):
 def make_multiply_rows_by_amx(weight: AmxWeightType, store_sums: Subroutine, first_weight_groups: int) -> Subroutine:
     """Make the subroutine that multiplies a chunk of activation rows with weight groups by AMX tiles.
 
-    The subroutine is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. It
-    processes activation rows `chunk` to `stop`. Each of `matrices` matrices has two groups of weight rows. The first
-    `first_weight_groups` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist.
-    Meanwhile it prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
+    The subroutine is ``(mine, w, v, matrices, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``:
+
+    - `mine` is the scratch of the thread.
+    - Each of `matrices` matrices has two groups of 16 weight rows. Its first `first_weight_groups` groups are rows at
+      `w`, the others rows at `v`. Rows are `stride` bytes apart; `left` of them exist.
+    - `x` are activation tiles, with `pitch` bytes for 32 rows. Rows `chunk` to `stop` are processed.
+    - `to` receives the results, `step` bytes from row to row.
+    - Weight rows `ahead` bytes further on are prefetched to the second cache, and so are the next activation rows.
 
     Args:
         weight: The weight type.
@@ -153,7 +160,7 @@ def make_multiply_rows_by_amx(weight: AmxWeightType, store_sums: Subroutine, fir
 
 
 def make_store_amx_sums() -> Subroutine:
-    """Make the subroutine that stores the AMX sums of a plain matmul to rows of `to`.
+    """Make the subroutine that stores the AMX sums of a matmul with one weight to rows of `to`.
 
     It is the argument `store_sums` of `make_multiply_rows_by_amx`.
     """
@@ -187,8 +194,12 @@ ARGS = declare_args("w stride rows columns x pitch count y step scratch tickets"
 def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
     """Make the AMX kernel of a matmul of many rows: ``y[i] = w @ x[i]`` for `count` rows.
 
-    Kernel arguments in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step`
-    from row to row of y. Each thread has `SCRATCH_BYTES`.
+    Kernel arguments in bytes:
+
+    - `pitch`: 32 rows of activation tiles,
+    - `stride`: a weight row,
+    - `step`: from row to row of y,
+    - `scratch`: `SCRATCH_BYTES` for each thread.
     """
     multiply_matrices, configure = (
         make_multiply_rows_by_amx(weight, make_store_amx_sums(), 2),
@@ -232,7 +243,7 @@ def make_amx_matmul_kernel(weight: AmxWeightType) -> Kernel:
 
 
 def bind_amx_matmul(steps: StepTableBuilder, call: BoundInstruction, stride: int) -> None:
-    """Add the steps of a matmul by AMX tiles: quantise the activations to bfloat16 tiles, then multiply.
+    """Add the steps of a matmul by AMX tiles: convert the activations to bfloat16 tiles, then multiply.
 
     `stride` is the bytes of a weight row.
     """

@@ -61,7 +61,16 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 
 @subroutine
 def gather_activation_rows_of_slots(a, mine, chunk, stop):
-    """Gather the activation rows of the sorted slots `chunk` to `stop` into tiles in the scratch of the thread."""
+    """Copy the activation rows of some expert slots, which are scattered in memory, to adjacent AMX tiles.
+
+    A slot is a pair of a token and one of its experts.
+
+    Args:
+        a: the kernel arguments.
+        mine: address of the thread's scratch, which receives the tiles.
+        chunk: number of the first slot, in the order of experts.
+        stop: number after the last slot.
+    """
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROW_NUMBERS_OFFSET
     for i in range(chunk, stop):
@@ -79,9 +88,17 @@ def gather_activation_rows_of_slots(a, mine, chunk, stop):
 
 @subroutine
 def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
-    """Write the results of the sorted slots `chunk` to `stop` to the rows of their slots, as float32 and quantised.
+    """Write the results of some expert slots to the rows of their slots, quantised and as float32.
 
-    It writes `count` columns from column `first` on. float32 is written only if `step` is not 0.
+    A slot is a pair of a token and one of its experts. float32 is written only if `step` is not 0.
+
+    Args:
+        a: the kernel arguments.
+        mine: address of the thread's scratch, which has the results.
+        chunk: number of the first slot, in the order of experts.
+        stop: number after the last slot.
+        first: first column of the results.
+        count: count of columns.
     """
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
     results = mine + RESULTS_OFFSET
@@ -99,7 +116,7 @@ def scatter_result_rows_of_slots(a, mine, chunk, stop, first, count):
 
 @subroutine
 def zero_and_quantise_remote_expert_rows(a, mine):
-    """Zero the result rows of slots that belong to experts of other devices, as float32 and quantised."""
+    """Set the result rows of slots with an expert on another device to zero, quantised and as float32."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS_OFFSET
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
@@ -116,15 +133,19 @@ def make_amx_moe_matmul_kernel(
 ) -> Kernel:
     """Make the AMX kernel of an MoE matmul, or of the gated unit of two MoE matmuls.
 
-    ``y[i] = w[expert of slot i] @ x[row of slot i]``. The kernel quantises the result for its consumers. It stores
-    float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are two weights, or one weight and its
-    second group of rows. `x` are activation tiles. Each thread has `compute_amx_moe_scratch_bytes` of `scratch`.
-    `grouped.make_grouped_matmul_kernel` explains the other arguments.
+    ``y[i] = w[expert of slot i] @ x[row of slot i]``. A slot is a pair of a token and one of its experts. The kernel
+    also quantises the result for the ops that read it. Kernel arguments, in addition to
+    `tile_loops.make_grouped_matmul_kernel`:
+
+    - `weights`: two weights, or one weight and its second group of rows.
+    - `x`: activation tiles.
+    - `step`: bytes from row to row of y; with 0 no float32 is stored.
+    - `scratch`: `compute_amx_moe_scratch_bytes` for each thread.
 
     Args:
         name: The name of the kernel.
         weight: The weight type.
-        store_sums: The argument of `tiled.make_multiply_rows_by_amx`.
+        store_sums: The argument of `amx_matmul.make_multiply_rows_by_amx`.
         first_weight_groups: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
     multiply_matrices, configure = (
@@ -188,7 +209,7 @@ def make_amx_moe_matmul_kernel(
 
 
 def compute_amx_moe_scratch_bytes(pitch: int) -> int:
-    """Return the scratch bytes of a thread in an AMX MoE matmul. `pitch` is the bytes of 32 activation rows."""
+    """Return the scratch bytes of a thread in an AMX MoE matmul; 32 activation rows have `pitch` bytes."""
     return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 
@@ -202,7 +223,7 @@ def make_single_weight_amx_moe_kernel(weight: AmxWeightType) -> Kernel:
 
 
 def bind_amx_moe_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of an MoE matmul of many rows by AMX tiles."""
+    """Add the steps of an MoE matmul of many rows by AMX tiles: convert the activations to tiles, then multiply."""
     w, y = call.operand(0), call.out
     second = w.address + GROUP_ROWS * compute_weight_strides(w)[0]
     add_amx_moe_matmul_step(
@@ -228,10 +249,10 @@ def add_amx_moe_matmul_step(
     Args:
         steps: The steps of the program.
         kernel: The result of `make_amx_moe_matmul_kernel`.
-        products: One matmul, or gate and up.
-        weight_addresses: Addresses of two weights, or of a weight and its second group.
-        slots: The slots by expert.
-        to: The destination of the result rows.
+        products: One matmul, or the gate and the up matmul.
+        weight_addresses: Addresses of two weights, or of a weight and its second group of rows.
+        slots: The pairs of a token and one of its experts, sorted by expert.
+        to: The memory of the result rows.
     """
     w, x = products[0].operand(0), products[0].operand(1)
     is_shared = is_matmul_shared_by_threads(steps, products[0])

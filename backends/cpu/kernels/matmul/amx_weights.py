@@ -38,12 +38,12 @@ class AmxWeightType:
 
     Attributes:
         dtype: The type of the weight.
-        activation_kind: The kind of `rounding` of its activations.
+        activation_kind: The kind of rounding of its activations (`activation_quantisation`).
         term_count: bfloat16 terms of a weight.
         min_activation_rows: Activation rows (per expert, on average) from which on tiles are faster. Exception: float16
             is faster from 24 rows on; from 7 to 23 rows it is up to a third slower but ten times as exact.
-        expand_blocks: ``(to, group, stride, left, first, last, n)`` expands blocks `first` to `last` of the `n` of a
-            group. The terms are `BLOCK_BYTES` apart. Weight rows have `stride` bytes; `left` of them exist.
+        expand_blocks: ``(to, group, stride, left, first, last, n)`` expands blocks `first` to `last` of the `n` blocks
+            of a group. The terms are `BLOCK_BYTES` apart. Weight rows have `stride` bytes; `left` of them exist.
     """
 
     dtype: DType
@@ -54,18 +54,18 @@ class AmxWeightType:
 
     @property
     def expanded_block_bytes(self) -> int:
-        """Bytes of an expanded weight block: 32 columns of two groups, in all terms."""
+        """Bytes of an expanded weight block: 32 columns of two groups of 16 rows, in all bfloat16 terms."""
         return self.term_count * BLOCK_BYTES
 
     @property
     def activation_block_bytes(self) -> int:
-        """Bytes of an activation block: 32 columns of 32 activation rows, in all terms."""
+        """Bytes of an activation block: 32 columns of 32 activation rows, in all bfloat16 terms."""
         return TERMS_BY_KIND[self.activation_kind] * BLOCK_BYTES
 
 
 @cache
 def make_amx_weight_type(dtype: DType) -> AmxWeightType:
-    """Make the AMX parameters of a weight type."""
+    """Make the description of a weight type for AMX tiles: its terms, and how its rows are expanded."""
     if dtype in FORMATS:
         return AmxWeightType(dtype, TILED_KIND, 1, 24, _make_expand_packed_to_bf16(FORMATS[dtype]))
     if dtype is DType.BF16:
@@ -97,9 +97,9 @@ def _make_expand_packed_to_bf16(form: PackedFormat) -> Subroutine:
 
 @subroutine
 def _expand_bf16_weights(to, group, stride, left, first, last, n):
-    """Expand blocks of a bfloat16 weight to AMX tiles by a transpose.
+    """Expand blocks of a bfloat16 weight to AMX tiles; each block is transposed in pairs of columns.
 
-    Pairs of columns are adjacent already.
+    A pair of columns is adjacent in the weight, as AMX tiles need it.
     """
     for block in range(first, last):
         transpose_f32(group + block * TILE_ROW_BYTES, stride, left, LANES, to)
@@ -128,10 +128,14 @@ def _make_expand_floats_to_bf16_terms(dtype: DType, terms: int) -> Subroutine:
 
 @cache
 def make_multiply_bf16_terms(weight: AmxWeightType, tiles_of_x: int) -> Subroutine:
-    """Make the subroutine that multiplies activation tiles and a weight block, in all pairs of bfloat16 terms.
+    """Make the subroutine ``(mine, x, block)`` that adds the products of activation tiles `x` and a weight block.
 
-    The subroutine is ``(mine, x, block)``. Four registers hold the sums. `tiles_of_x` is 1 or 2 activation tiles of 16
-    rows. Small terms are added first.
+    It multiplies all pairs of bfloat16 terms that float32 sums can show, small terms first. Four tile registers hold
+    the sums.
+
+    Args:
+        weight: The weight type.
+        tiles_of_x: The number of activation tiles of 16 rows: 1 or 2.
     """
     of_x = TERMS_BY_KIND[weight.activation_kind]
     pairs = [(i, j) for i in reversed(range(weight.term_count)) for j in reversed(range(of_x)) if i + j < FLOAT32_TERMS]
@@ -176,7 +180,7 @@ def _make_multiply_bf16_term_pair(i: int, j: int, new: bool, both: bool) -> Subr
 
 
 def _chain_two_subroutines(before: Subroutine, after: Subroutine) -> Subroutine:
-    """Chain two subroutines: run `before`, then `after`."""
+    """Make the subroutine that runs `before`, then `after`, with equal arguments."""
 
     def run_both(mine, x, block):
         before(mine, x, block)

@@ -32,10 +32,13 @@ ARGS = declare_args("table products count rows columns w_row w_column x_row y_ro
 
 @cache
 def make_expand_dense_rows(dtype: DType) -> Subroutine:
-    """Make the subroutine that expands columns of 16 rows of w, a matrix with dense rows.
+    """Make the subroutine that expands 16 rows of w to columns of float32, for a matrix with dense rows.
 
-    The subroutine is ``(a, to, w, row, left, first, count)``. It expands `count` columns from `first` on. Only `left`
-    rows exist.
+    The subroutine is ``(a, to, w, row, left, first, count)``:
+
+    - `a` are the kernel arguments, and `to` receives the columns.
+    - `row` is the first of the rows in the matrix at `w`; `left` rows exist.
+    - `first` is the first expanded column, `count` the number of columns.
     """
     expand = make_float_weight_tiling(dtype).expand_blocks
 
@@ -47,16 +50,19 @@ def make_expand_dense_rows(dtype: DType) -> Subroutine:
 
 @subroutine
 def expand_dense_columns(a, to, w, row, left, first, count):
-    """Expand columns of 16 rows of w, a matrix with dense columns. Parameters are as in `make_expand_dense_rows`."""
+    """Expand 16 rows of w to columns of float32, for a matrix with dense columns.
+
+    Parameters are as in `make_expand_dense_rows`.
+    """
     for c in range(first, first + count):
         store(to + (c - first) * COLUMN_BYTES, load_lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
 
 
 @subroutine
 def expand_image_windows(a, to, w, row, left, first, count):
-    """Expand columns of 16 rows of w, where each row is a window of an image (convolution).
+    """Expand 16 rows of w to columns of float32, for a convolution: each row is a window of an image.
 
-    Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`. Parameters are as in `make_expand_dense_rows`.
+    Element [i, c] is ``windows[i] + entries[c]`` bytes after `w`. Parameters are as in `make_expand_dense_rows`.
     """
     windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
     start, offsets = load_int(windows), load_ints(windows)
@@ -70,15 +76,15 @@ def expand_image_windows(a, to, w, row, left, first, count):
 
 @cache
 def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> Kernel:
-    """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
+    """Make the batched matmul kernel ``y[b] = x[b] @ w[b].T`` for each of `products` products.
 
     `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
-    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes`.
+    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes` of scratch.
 
     Args:
         name: Part of the kernel name: the layout of w.
         dtype: The type of w.
-        expand: The expansion of w, for example `expand_dense_columns`.
+        expand: The subroutine that expands rows of w, for example `expand_dense_columns`.
     """
     blocks = make_float_weight_tiling(dtype)
     tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
@@ -125,7 +131,7 @@ def make_batched_matmul_kernel(name: str, dtype: DType, expand: Subroutine) -> K
 
 
 def bind_batched_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a batched matmul of computed matrices; return False if kernels cannot read them.
+    """Add the step of a batched matmul of two computed matrices; return False if kernels cannot read them.
 
     float16 and bfloat16 matrices need a multiple of 16 columns.
     """
@@ -183,18 +189,21 @@ def has_readable_float_rows(x: Operand, y: Operand) -> bool:
 
 
 def _align_leading_sizes(w: Operand, x: Operand) -> tuple[int, ...]:
-    """Return the sizes of w along all axes of x except the last; 1 for an axis along which w is broadcast."""
+    """Return the sizes of w along the axes of x except the last one; 1 for axes along which w is broadcast."""
     return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
 
 
 def _choose_longest_broadcast_axis(w: Operand, x: Operand) -> int:
-    """Return the index of the longest axis of x along which w is broadcast: its entries are the rows of one product."""
+    """Return the longest axis of x along which w is broadcast; the entries of this axis are the rows of one product."""
     leading = _align_leading_sizes(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 
 
 def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
-    """Compute the addresses of each product [products, 3]: its matrix of w, its first row of x, its first row of y."""
+    """Compute three addresses for each product: its matrix of w, its first row of x, and its first row of y.
+
+    The result is [products, 3].
+    """
     w, x, y = call.operand(0), call.operand(1), call.out
     leading, along, rank = _align_leading_sizes(w, x), _choose_longest_broadcast_axis(w, x), len(x.shape) - 1
     shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
@@ -205,7 +214,13 @@ def compute_matrix_addresses(call: BoundInstruction) -> Addresses:
 
 
 def _compute_strided_addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
-    """Compute `count` addresses of an operand from its strides and the indices along its first axes."""
+    """Compute the addresses of `count` elements of an operand from their indices along its first axes.
+
+    Args:
+        operand: The operand, which has the strides.
+        entries: For each of the first axes, the index of each element; all other indices are 0.
+        count: The number of elements.
+    """
     addresses = np.full(count, operand.address, np.int64)
     for at, stride in zip(entries, operand.strides, strict=False):
         addresses += operand.dtype.storage.itemsize * stride * at

@@ -1,6 +1,6 @@
 """Matrix products with unpacked weights of float32, float16 or bfloat16, in float32 vectors.
 
-Large products use AMX tiles instead (`tiled`).
+Large products use AMX tiles instead (`amx_matmul`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TRANSPOSERS = {DType.F32: transpose_f32, DType.F16: transpose_f16, DType.BF16: t
 
 
 def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
-    """Make the subroutine that transposes 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
+    """Make the subroutine that expands 16 float weight rows to columns of float32 (`WeightTiling.expand_blocks`)."""
     transpose, size = TRANSPOSERS[dtype], dtype.storage.itemsize
 
     def expand_rows(to, group, stride, left, columns, first, count):
@@ -73,7 +73,7 @@ def _make_transpose_weight_rows(dtype: DType) -> Subroutine:
 
 
 def _make_add_column_products(tile: DotTile, groups: int) -> Subroutine:
-    """Make the subroutine that adds the products of one weight column and activation rows to the sums of a tile.
+    """Make the subroutine that adds the products of one weight column and some activation rows to the sums of a tile.
 
     It is `WeightTiling.add_block` of float weights. For column c and group g: ``acc[i, g] += w[g, :, c] * x[i, c]``.
     """
@@ -124,7 +124,10 @@ def _make_multiply_few_activation_rows(dtype: DType, row_count: int) -> Subrouti
 
 @cache
 def make_float_weight_tiling(dtype: DType) -> WeightTiling:
-    """Make the tiling of a float weight type: a tile has as many rows and groups as registers can hold sums."""
+    """Make the subroutines and tile sizes of matmuls with a float weight type.
+
+    A tile has as many rows and groups as registers can hold sums.
+    """
     rows, groups = (8, 3) if count_vector_registers() == MANY_REGISTERS else (6, 1)
     expand, add = _make_transpose_weight_rows(dtype), _make_add_column_products(make_dot_tile(rows, groups), groups)
     few = partial(_make_multiply_few_activation_rows, dtype)
@@ -157,10 +160,10 @@ COLUMN_MATMUL_ARGS = declare_args(
 
 @kernel
 def multiply_column_major_weights(a, thread, threads):
-    """Compute the batched matmul ``y[b, i] = w[b] @ x[b, i]`` with column-major w: its columns are dense in memory.
+    """Compute the batched matmul ``y[b, i] = w[b] @ x[b, i]`` with column-major w: numbers of a column are adjacent.
 
-    Each of `matrices` has `count` rows of x. Kernel arguments in bytes: ``*_between`` from matrix to matrix, ``*_row``
-    from row to row, `w_step` from column to column of w, `x_step` from element to element of x.
+    Each of `matrices` matrices has `count` rows of x. Kernel arguments in bytes: ``*_between`` from matrix to matrix,
+    ``*_row`` from row to row, `w_step` from column to column of w, `x_step` from element to element of x.
     """
     count, rows, n = COLUMN_MATMUL_ARGS.count(a), COLUMN_MATMUL_ARGS.rows(a), COLUMN_MATMUL_ARGS.columns(a)
     lo, hi = compute_thread_range(COLUMN_MATMUL_ARGS.matrices(a) * count, thread, threads)
@@ -182,9 +185,10 @@ def multiply_column_major_weights(a, thread, threads):
 
 
 def bind_column_major_matmul(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a batched matmul with column-major weights, one matrix of w per matrix of x; return False if it does not fit.
+    """Add the step of a batched matmul with column-major weights, one matrix of w for each matrix of x.
 
-    It does not fit more than `MAX_LEFTOVER_ROWS` rows of x, because expanding the columns is faster then.
+    Return False if the kernel cannot compute it, or if x has more than `MAX_LEFTOVER_ROWS` rows. Then a kernel that
+    first expands the columns is faster.
     """
     w, x, y = call.operand(0), call.operand(1), call.out
     is_batched = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= MAX_LEFTOVER_ROWS

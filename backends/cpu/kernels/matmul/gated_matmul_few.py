@@ -53,9 +53,12 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
     """Make the kernel of a gated matmul of few rows with packed weights, which also quantises its result.
 
-    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. `weights` are
-    gate and up. `sums` is memory for whole groups of both products, with `wide` bytes per slot.
-    `grouped.make_grouped_matmul_kernel` explains the other kernel arguments.
+    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
+    pair of a token and one of its experts. Kernel arguments, in addition to `tile_loops.make_grouped_matmul_kernel`:
+
+    - `weights`: the gate weight and the up weight.
+    - `sums`: for each weight, memory for whole groups of result rows, with `wide` bytes for each slot.
+    - `rounding`: `QuantisedTarget.rounding_words`.
     """
     multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_weight_tiling(form)), GATED[kind]
 
@@ -111,7 +114,7 @@ class GatedMatmul:
         instruction_numbers: The instructions of the matmuls and of the unit.
         matmuls: The matmuls.
         unit: The gated unit.
-        unit_kind: A key of `GATED`.
+        unit_kind: The gated unit, as a key of `GATED`.
         weight_addresses: Addresses of the weight rows of the gate and of its other operand.
     """
 
@@ -123,7 +126,7 @@ class GatedMatmul:
 
 
 def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
-    """Match the gated matmul that contains the matmul with instruction number `number`.
+    """Find the gated matmul to which the matmul with instruction number `number` belongs.
 
     Raises:
         NoKernelError: There is none, or its weight rows are incomplete groups.
@@ -144,7 +147,7 @@ def match_gated_matmul(flow: Dataflow, number: int) -> GatedMatmul:
 
 
 def _fuse_few_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated matmul of few rows with packed weights into one kernel."""
+    """Fuse two matmuls of few rows with packed weights, and the gated unit of their results, into one kernel."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     w, x, row_axes = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
@@ -155,7 +158,7 @@ def _fuse_few_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_few_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
-    """Add the step of a gated matmul of few rows with packed weights."""
+    """Add the step of a gated matmul of few rows with packed weights: two matmuls and their gated unit."""
     first, call, y = pair.matmuls[0], pair.unit, pair.unit.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], compute_weight_strides(w)
@@ -210,10 +213,10 @@ def _has_same_activations_and_weight_shape(product: BoundInstruction, first: Bou
 
 
 def _find_first_weight_row_address(unit: Operand, products: Sequence[BoundInstruction]) -> int | None:
-    """Find the address of the first weight row that computes an operand of a gated unit.
+    """Find the address of the first weight row that computes an operand of a gated unit; otherwise return None.
 
-    Returns:
-        None if the operand is not a result of `products`, or if its rows begin within a group of weight rows.
+    The result is None for two reasons: no matmul of `products` computes the operand, or its rows begin within a group
+    of weight rows.
     """
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4

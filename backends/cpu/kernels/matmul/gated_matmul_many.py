@@ -65,13 +65,13 @@ class GatedMatmulVariant:
     """A method to compute a gated matmul of many rows: by AMX tiles or by int8 dot products.
 
     Attributes:
-        compute_units: ``(a, mine, row, wide, chunk, stop, y, step, ahead)`` writes the units of up to `wide` weight
-            rows from `row` on, for activation rows `chunk` to `stop`, to rows of `y`. It prefetches weight rows `ahead`
-            rows further on to the second cache. `mine` is the scratch of the thread.
-        block_width: ``(columns)`` returns the blocks of 32 weight rows per call.
+        compute_units: ``(a, mine, row, wide, chunk, stop, y, step, ahead)`` writes gated units to rows of `y`: for up
+            to `wide` weight rows from `row` on, and for activation rows `chunk` to `stop`. It prefetches the weight
+            rows `ahead` rows further on to the second cache. `mine` is the scratch of the thread.
+        block_width: ``(columns)`` returns how many blocks of 32 weight rows one call of `compute_units` processes.
         max_block_width: Upper limit of `block_width`.
         unit_scratch_bytes: Scratch bytes of a thread.
-        rows_per_chunk: Activation rows per expansion.
+        rows_per_chunk: Activation rows for which the weight is expanded once.
         begin: Called with ``(mine)`` before all units.
         end: Called with ``(mine)`` after all units.
     """
@@ -87,12 +87,12 @@ class GatedMatmulVariant:
 
 @cache
 def make_gated_matmul_variant(dtype: DType, kind: str, rounding: int) -> GatedMatmulVariant:
-    """Make the variant of the gated matmul for a weight type and a kind of rounding.
+    """Make the subroutines of a gated matmul of many rows: by AMX tiles, or by int8 dot products.
 
     Args:
         dtype: The type of both weights.
-        kind: A key of `GATED`.
-        rounding: The kind of `rounding` of the activations.
+        kind: The gated unit, a key of `GATED`.
+        rounding: The kind of rounding of the activations (`activation_quantisation`).
     """
     if rounding in TERMS_BY_KIND:
         unit = select_amx_tile_operations()
@@ -129,10 +129,10 @@ def choose_int8_block_width(columns):
 
 
 def _make_choose_amx_block_width(weight: AmxWeightType) -> Subroutine:
-    """Make the subroutine that chooses the block width for AMX tiles (`GatedMatmulVariant.block_width`).
+    """Make the subroutine that chooses how many blocks of weight rows AMX tiles process per call.
 
-    A matrix of AMX tiles has 16 rows of each weight. If the activations of a chunk stay in the second cache, the width
-    is one block: its units stay in the nearest cache.
+    It is a `GatedMatmulVariant.block_width`. If the activations of a chunk stay in the second cache, the result is one
+    block, so that its gated units stay in the nearest cache.
     """
     terms, x_block, tall = weight.term_count, weight.activation_block_bytes, amx_matmul.ROWS_PER_CHUNK // PANEL_ROWS
 
@@ -147,9 +147,10 @@ def _make_choose_amx_block_width(weight: AmxWeightType) -> Subroutine:
 
 
 def make_store_gated_units_from_amx(kind: str) -> Subroutine:
-    """Make the subroutine that combines the AMX sums of gate and up, and stores the gated units.
+    """Make the subroutine that computes gated units from the AMX sums of gate and up, and stores them.
 
-    It is the argument `store_sums` of `amx_matmul.make_multiply_rows_by_amx` for alternating groups of two weights.
+    It is the argument `store_sums` of `amx_matmul.make_multiply_rows_by_amx`, for matrices with one group of each
+    weight.
     """
     unit, stores = GATED[kind], select_amx_tile_operations().store
     store_0, store_1, store_2, store_3 = stores[:4]
@@ -167,7 +168,10 @@ def make_store_gated_units_from_amx(kind: str) -> Subroutine:
 
 
 def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
-    """Make the subroutine that computes gated units by AMX tiles (`GatedMatmulVariant.compute_units`)."""
+    """Make the subroutine that multiplies by AMX tiles and computes gated units.
+
+    It is a `GatedMatmulVariant.compute_units`.
+    """
     multiply_matrices = amx_matmul.make_multiply_rows_by_amx(
         make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
     )
@@ -185,7 +189,10 @@ def make_compute_gated_units_by_amx(dtype: DType, kind: str) -> Subroutine:
 
 
 def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutine:
-    """Make the subroutine that computes gated units by int8 dot products (`GatedMatmulVariant.compute_units`)."""
+    """Make the subroutine that multiplies by int8 dot products and computes gated units.
+
+    It is a `GatedMatmulVariant.compute_units`.
+    """
     blocks, unit = make_packed_weight_tiling(form), GATED[kind]
     tile = make_dot_tile(blocks.tile_rows, 2)
     row_addresses, zeros, spill, reload = tile.row_addresses, tile.zero_sums, tile.spill, tile.reload
@@ -235,15 +242,18 @@ def make_compute_gated_units_by_int8(form: PackedFormat, kind: str) -> Subroutin
 def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) -> Kernel:
     """Make the kernel of a gated matmul of many rows, which quantises its result block by block.
 
-    ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. The kernel stores float32 only if `step`, the bytes from
-    row to row of y, is not 0. `weights` are gate and up with `rows` rows each. Each thread has
-    `compute_gated_matmul_scratch_bytes` of `scratch`. `grouped.make_grouped_matmul_kernel` explains the other
-    arguments.
+    ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows. Kernel arguments, in addition to
+    `tile_loops.make_grouped_matmul_kernel`:
+
+    - `weights`: the gate weight and the up weight, with `rows` rows each.
+    - `step`: bytes from row to row of y; with 0 no float32 is stored.
+    - `scratch`: `compute_gated_matmul_scratch_bytes` for each thread.
+    - `rounding`: `QuantisedTarget.rounding_words`.
 
     Args:
         dtype: The type of both weights.
-        kind: A key of `GATED`.
-        rounding: The kind of `rounding` of x.
+        kind: The gated unit, a key of `GATED`.
+        rounding: The kind of rounding of x (`activation_quantisation`).
     """
     variant = make_gated_matmul_variant(dtype, kind, rounding)
     compute_units, block_width, many = variant.compute_units, variant.block_width, variant.rows_per_chunk
@@ -291,9 +301,9 @@ def make_many_row_gated_matmul_kernel(dtype: DType, kind: str, rounding: int) ->
 
 
 def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
-    """Return the bytes of a scratch row of gated units that are not stored as float32, with 64 bytes of padding.
+    """Return the bytes of a row of gated units in scratch memory, which is used if no float32 result is stored.
 
-    The padding spreads the rows over the sets of the nearest cache.
+    64 bytes of padding spread the rows over the sets of the nearest cache.
     """
     return variant.max_block_width * BLOCK_BYTES + 64
 
@@ -301,13 +311,13 @@ def compute_padded_unit_row_bytes(variant: GatedMatmulVariant) -> int:
 def compute_gated_matmul_scratch_bytes(variant: GatedMatmulVariant) -> int:
     """Return the scratch bytes of a thread in a gated matmul of many rows.
 
-    They hold the scratch of the variant, and a row of units for each row of a chunk.
+    The scratch has the memory of the variant, and a row of gated units for each activation row of a chunk.
     """
     return variant.unit_scratch_bytes + variant.rows_per_chunk * compute_padded_unit_row_bytes(variant)
 
 
 def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated matmul of many rows into one kernel."""
+    """Fuse two matmuls of many rows, and the gated unit of their results, into one kernel."""
     pair = match_gated_matmul(flow, number)
     w, x = pair.matmuls[0].operand(0), pair.matmuls[0].operand(1)
     require_supported(
@@ -323,7 +333,7 @@ def _fuse_many_row_gated_matmul(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_many_row_gated_matmul(steps: StepTableBuilder, pair: GatedMatmul) -> None:
-    """Add the step of a gated matmul of many rows."""
+    """Add the step of a gated matmul of many rows: two matmuls and their gated unit."""
     first, consumers = pair.matmuls[0], find_result_consumers(steps, pair.unit)
     w, x = first.operand(0), first.operand(1)
     rounding, is_shared, (stride, _) = (

@@ -23,7 +23,8 @@ from .packed_matmul import find_result_consumers
 def make_gated_moe_matmul_kernel(dtype: DType, kind: str) -> Kernel:
     """Make the AMX kernel of a gated MoE matmul of many rows.
 
-    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``.
+    ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
+    pair of a token and one of its experts.
     """
     return amx_moe.make_amx_moe_matmul_kernel(
         f"gated_moe_amx.multiply.{dtype}.{kind}", make_amx_weight_type(dtype), make_store_gated_units_from_amx(kind), 1
@@ -31,7 +32,7 @@ def make_gated_moe_matmul_kernel(dtype: DType, kind: str) -> Kernel:
 
 
 def _fuse_gated_moe_matmul(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse a gated MoE matmul of many rows, with activations in AMX tiles, into one kernel."""
+    """Fuse two MoE matmuls of many rows, and the gated unit of their results, into one kernel with AMX tiles."""
     pair = match_gated_matmul(flow, number)
     first = pair.matmuls[0]
     require_supported(

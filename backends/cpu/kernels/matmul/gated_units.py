@@ -49,7 +49,7 @@ def make_gated_unit_kernel(kind: str) -> Kernel:
 
 
 def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Operand]:
-    """Return three parts of a gated unit instruction: its kind, its gate operand and its other operand (up)."""
+    """Return the three parts of a gated unit: its kind, its gate operand, and its other operand (up)."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
     x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
@@ -59,7 +59,10 @@ def split_gated_unit_operands(call: BoundInstruction) -> tuple[str, Operand, Ope
 
 
 def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a gated unit, quantised if packed matmuls read it; return False if no kernel can compute it."""
+    """Add the step of a gated unit, which also quantises its result for packed matmuls.
+
+    Return False if no kernel can compute it.
+    """
     kind, gate, up = split_gated_unit_operands(call)
     return kind in GATED and (
         _add_quantised_gated_unit(steps, call) or add_binary_step(steps, kind, gate, up, call.out)
@@ -67,10 +70,10 @@ def _bind_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add a gated unit that also quantises its result; return False if a plain gated unit should be added instead.
+    """Add the step of a gated unit that also quantises its result; return False if a plain gated unit is better.
 
-    That is the case if all readers use float32, or if a separate quantisation step is better. If threads wrote columns
-    of the operands, each thread continues with its columns. Otherwise threads share the rows.
+    A plain one is better if all readers use float32, or if a separate quantisation step is faster. If an earlier step
+    gave each thread some columns of the operands, each thread continues with these. Otherwise threads share the rows.
     """
     (kind, *sources), y, consumers = split_gated_unit_operands(call), call.out, find_result_consumers(steps, call)
     if not consumers.quantised_tensors or any(o.shape != y.shape for o in sources):

@@ -23,11 +23,15 @@ ARGS = declare_args("ids count experts starts own every")
 
 @kernel
 def sort_slots(a, thread, threads):
-    """Sort `count` slots by expert. `ids` (int32) holds the expert of each slot, one of `every` experts.
+    """Sort `count` slots by expert; a slot is a pair of a token and one of its experts.
 
-    The device has `experts` experts, from number `own` on. `starts` receives `experts` + 2 numbers: for each expert the
-    number of slots before it, then the number of slots before the remote experts, then `count`. The sorted slots
-    follow. An invalid id stops the run.
+    `ids` (int32) holds the expert of each slot, one of `every` experts. The device has `experts` experts, from number
+    `own` on. An invalid id stops the run. `starts` receives these numbers, in this order:
+
+    - for each expert of the device, the number of slots before it,
+    - the number of slots before the experts of other devices,
+    - `count`,
+    - the slots, sorted by expert.
     """
     ids, count, experts, starts = ARGS.ids(a), ARGS.count(a), ARGS.experts(a), ARGS.starts(a)
     own, every = ARGS.own(a), ARGS.every(a)
@@ -56,7 +60,7 @@ def sort_slots(a, thread, threads):
 
 @subroutine
 def to_local_expert_index(chosen, own, experts):
-    """Return the index of expert `chosen` among the experts of this device; `experts` if another device has the expert.
+    """Return the index of expert `chosen` on this device, or `experts` if another device has the expert.
 
     The device has `experts` experts, from number `own` on.
     """
@@ -74,13 +78,19 @@ def _bind_mul_mat_id(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def sort_slots_by_expert(steps: StepTableBuilder, call: BoundInstruction) -> ExpertSlots:
-    """Return the slots of an MoE matmul, sorted by expert. Add a sorting step unless an earlier step did it."""
+    """Return the slots (pairs of a token and an expert) of an MoE matmul, sorted by expert.
+
+    The step that sorts them is added unless an earlier step did.
+    """
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
     return ExpertSlots(_find_or_add_sorted_slots(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
 def _find_or_add_sorted_slots(steps: StepTableBuilder, call: BoundInstruction, ids: Operand, experts: int) -> Operand:
-    """Return the sorted slots, and add a sorting step unless an earlier step has sorted these ids."""
+    """Return the memory with the slots (pairs of a token and an expert) sorted by expert.
+
+    The step that sorts them is added unless an earlier step did.
+    """
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (sorted_before := steps.find_derived_operands(key)) is not None:

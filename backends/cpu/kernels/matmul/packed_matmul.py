@@ -52,7 +52,7 @@ EXPANDED_GROUP_BYTES = BLOCKS_PER_PASS * EXPANDED_BLOCK_BYTES
 def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
     """Make the subroutine that loads the weight codes of two blocks: ``(p, h, q, k) -> (codes, codes)``.
 
-    `p` and `q` are addresses in the first plane of codes, `h` and `k` in the second plane.
+    `p` and `h` are the addresses of the first block in both planes of codes, `q` and `k` of the second block.
     """
     codes, two = form.load_codes, form.load_two_codes
     if two is None:
@@ -69,7 +69,10 @@ def make_load_codes_of_two_blocks(form: PackedFormat) -> Subroutine:
 
 
 def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
-    """Make `WeightTiling.expand_blocks` of packed weights: expand blocks to byte codes, float32 scales and biases."""
+    """Make the subroutine that expands packed blocks to byte codes, float32 scales and float32 biases.
+
+    It is a `WeightTiling.expand_blocks`.
+    """
     scales, biases, nbytes = form.load_scales, form.load_biases, form.packed_block_bytes
     of_first, of_second = form.plane_bytes
     biased, step, codes, load_two = (
@@ -111,8 +114,8 @@ def make_expand_packed_weights(form: PackedFormat) -> Subroutine:
 def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of a weight group.
 
-    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. Byte `at` of the rows `r` holds the activation
-    records of the same columns.
+    The subroutine is ``(acc, codes, scales, biases, r, at) -> acc``. `r` are the rows; their quantised activations of
+    the columns of the block begin at byte `at`.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -130,7 +133,10 @@ def make_add_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
 
 
 def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for one group: add the products of activation rows with an expanded block."""
+    """Make the subroutine that adds the products of activation rows with an expanded block of one group.
+
+    It is a `WeightTiling.add_block`.
+    """
     add_block = make_add_block_products(form, rows)
 
     def add_expanded_block(acc, p, r, at):
@@ -144,8 +150,9 @@ def make_add_expanded_block_products(form: PackedFormat, rows: DotTile) -> Subro
 def make_add_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
     """Make the subroutine that adds the products of activation rows with one block of each of two weight groups.
 
-    The subroutine is ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``. `u` and `v` are the codes
-    of both groups, for the same columns. Rows `r` and byte `at` are as in `make_add_block_products`.
+    The subroutine is ``(acc, u, v, s, f, m, o, r, at) -> acc``. `u` and `v` are the codes of both groups for equal
+    columns, `s` and `f` their scales, `m` and `o` their biases. Rows `r` and byte `at` are as in
+    `make_add_block_products`.
     """
     add_biases, centred, halves = rows.add_biases, form.zero_point != 0, form.has_half_block_scales
     add_products = rows.add_centred_dot_products if centred else rows.add_dot_products
@@ -168,7 +175,10 @@ def load_two_adjacent_vectors(p):
 
 
 def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: DotTile) -> Subroutine:
-    """Make `WeightTiling.add_block` for two groups: add products of activation rows with an expanded block of each."""
+    """Make the subroutine that adds the products of activation rows with an expanded block of each of two groups.
+
+    It is a `WeightTiling.add_block`.
+    """
     add_two_blocks = make_add_block_products_of_two_groups(form, rows)
 
     def add_expanded_pair(acc, p, r, at):
@@ -190,13 +200,13 @@ def make_add_expanded_block_products_of_two_groups(form: PackedFormat, rows: Dot
 
 
 def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTile) -> Subroutine:
-    """Make the subroutine that adds the products of one block of 1 or 2 packed groups and activation rows.
+    """Make the subroutine that adds the products of activation rows with one block of 1 or 2 packed weight groups.
 
     The subroutine is ``(acc, p, h, last, b, apart, x, at) -> acc`` for block `b` and rows `x`. If
     `form.blocks_per_load` is 2, one group adds the products of the next block as well.
 
-    `p` and `h` are the codes of the first group in both planes. The scales of that group are behind `last`. Groups are
-    `apart` bytes apart.
+    `p` and `h` are the codes of the first group in both planes. `last` is the address of its scales. Groups are `apart`
+    bytes apart.
     """
     codes, scales, biases, load_two = (
         form.load_codes,
@@ -229,10 +239,10 @@ def make_add_packed_block_products(form: PackedFormat, groups: int, rows: DotTil
 
 
 def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_count: int) -> Subroutine:
-    """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 unexpanded groups of packed weights.
+    """Make the subroutine that multiplies `row_count` activation rows with 1 or 2 groups of packed weights.
 
-    It is the result of `WeightTiling.make_few_rows`. Codes are unpacked once for all rows and stay in registers. Each
-    activation load serves all groups, because loads take longer than products here.
+    It is a result of `WeightTiling.make_few_rows`. The weights are not expanded: codes are unpacked once for all rows
+    and stay in registers. Each activation load serves all groups, because loads take longer than products here.
     """
     rows = make_dot_tile(row_count, group_count, form.code_properties)
     nbytes, (of_first, of_second) = form.packed_block_bytes, form.plane_bytes
@@ -265,9 +275,10 @@ def make_multiply_few_activation_rows(form: PackedFormat, group_count: int, row_
 
 @cache
 def make_packed_weight_tiling(form: PackedFormat) -> WeightTiling:
-    """Make the tiling of a packed weight type: a tile has as many rows and groups as registers can hold.
+    """Make the subroutines and tile sizes of matmuls with a packed weight type.
 
-    Each load is used at least twice, because processors broadcast from memory more slowly than they multiply.
+    A tile has as many rows and groups as registers can hold. Each load is used at least twice, because processors
+    broadcast from memory more slowly than they multiply.
     """
     rows, groups = (4, 2) if count_vector_registers() == MANY_REGISTERS else (2, 1)
     some = make_dot_tile(rows, groups, form.code_properties)
@@ -303,10 +314,10 @@ def make_packed_matmul_kernel(form: PackedFormat) -> Kernel:
 
 
 def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction) -> Sequence[Operand] | None:
-    """Return scratch memory for one copy of a result per thread, so that each thread computes all of it; or None.
+    """Return memory for a copy of a result for each thread, so that every thread computes the whole result.
 
-    Each copy has the shape of the result. None means that an op other than a matmul reads the result, or that the
-    result is too large to be computed by every thread.
+    Then no barrier is needed before the matmuls that read it. The result is None if an op other than a matmul reads it,
+    or if it is too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.can_repeat_per_thread([y]) or not y.is_dense:
@@ -320,10 +331,7 @@ def make_result_copy_per_thread(steps: StepTableBuilder, call: BoundInstruction)
 
 
 def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> ResultConsumers:
-    """Find the forms in which later ops read a result: as float32, or quantised (matmuls).
-
-    The return value also says whether threads share one of these matmuls.
-    """
+    """Find the forms in which later ops read a result: as float32, or quantised by matmuls."""
     y, readers = call.out, call.find_readers()
     if readers is None or not y.is_dense:
         return ResultConsumers(y, (), True, False)
@@ -336,7 +344,7 @@ def find_result_consumers(steps: StepTableBuilder, call: BoundInstruction) -> Re
 
 
 def _can_read_thread_copies(call: BoundInstruction, y: Operand) -> bool:
-    """Return whether `call` is a matmul that can read each thread's own copy of the result `y` as activations."""
+    """Return whether `call` is a matmul with `y` as activations, for which each thread can read its own copy of `y`."""
     x = call.optional_operand(1)
     if x is None or x.region != y.region or not x.is_dense or not has_matmul_kernel(call):
         return False
@@ -365,7 +373,7 @@ def has_readable_expert_ids(call: BoundInstruction) -> bool:
 
 
 def bind_matmul(steps: StepTableBuilder, call: BoundInstruction, slots: ExpertSlots) -> None:
-    """Add the steps of a matmul with a weight of any type, quantisation of the activations included."""
+    """Add the steps of a matmul with a weight of any type; they include the quantisation of the activations."""
     w, x = call.operand(0), call.operand(1)
     kind = amx_matmul.choose_activation_rounding_kind(call)
     if kind is None:

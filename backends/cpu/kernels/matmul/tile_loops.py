@@ -84,21 +84,21 @@ class WeightTiling:
 
     @property
     def expanded_group_bytes(self) -> int:
-        """Bytes of all expanded blocks of one group in one pass."""
+        """Bytes of the blocks of one group that are expanded together."""
         return self.blocks_per_pass * self.block_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch bytes per thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
+        """Scratch bytes per thread, for the expanded blocks of a tile and the float32 sums of all tiles of a chunk."""
         tiles = -(-self.rows_per_chunk // self.tile_rows)
         return self.tile_groups * (self.expanded_group_bytes + tiles * self.tile_rows * GROUP_ROWS * 4)
 
 
 @subroutine
 def zero_remote_expert_rows(starts, experts, y, step, n):
-    """Zero the first `n` elements of each result row of `y` that belongs to an expert of another device.
+    """Set the first `n` numbers of each result row with an expert on another device to zero.
 
-    `starts` and `experts` are as in `make_grouped_matmul_kernel`; `step` is the bytes of a row of `y`.
+    `starts` and `experts` are as in `make_grouped_matmul_kernel`. Rows of `y` are `step` bytes apart.
     """
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
@@ -109,7 +109,10 @@ def zero_remote_expert_rows(starts, experts, y, step, n):
 
 @subroutine
 def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
-    """Prefetch `lines` cache lines from `p + l1_ahead` to the first cache and from `p + l2_ahead` to the second."""
+    """Prefetch `lines` cache lines to the first cache, and as many lines further on to the second cache.
+
+    They begin at ``p + l1_ahead`` and at ``p + l2_ahead``.
+    """
     for line in range(lines):
         prefetch(p + l1_ahead + 64 * line)
         prefetch_l2(p + l2_ahead + 64 * line)
@@ -117,9 +120,9 @@ def prefetch_cache_lines(p, lines, l1_ahead, l2_ahead):
 
 @subroutine
 def prefetch_section_to_l2(p, nbytes, parts):
-    """Prefetch ``nbytes / parts`` bytes from `p` on to the L2 cache, and return the address behind them.
+    """Prefetch one of `parts` sections of `nbytes` bytes, from `p` on, to the L2 cache; return the address after it.
 
-    It prefetches one cache line more than fit into these bytes.
+    It prefetches one cache line more than fits into the section.
     """
     for _ in range(nbytes // parts // 64 + 1):
         prefetch_l2(p)
@@ -129,12 +132,15 @@ def prefetch_section_to_l2(p, nbytes, parts):
 
 @subroutine
 def compute_activation_row_of_slot(slot, slots_per_token, rows_per_token):
-    """Return the activation row that an expert slot reads: row ``i mod rows_per_token`` of the token for its slot i."""
+    """Return the number of the activation row that an expert slot reads.
+
+    Slot i of a token reads row ``i mod rows_per_token`` of the token.
+    """
     return slot // slots_per_token * rows_per_token + slot % slots_per_token % rows_per_token
 
 
 def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: Subroutine) -> Subroutine:
-    """Make the loop that multiplies the activation rows of the remaining slots with weight rows.
+    """Make the loop that multiplies activation rows with weight rows, a few rows at a time.
 
     Args:
         rows_per_call: Activation rows of one call of `multiply`.
@@ -161,17 +167,18 @@ def make_loop_over_activation_rows(rows_per_call: int, min_rows: int, multiply: 
 def skip_activation_rows(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead):
     """Process no activation rows, and return `i`.
 
-    It stands for the loop over two weight groups on machines with too few registers for that loop. The next loop then
-    processes all rows, one group at a time.
+    This function replaces the loop over two weight groups on machines with too few registers for that loop. The next
+    loop then processes all rows, one group at a time.
     """
     return i
 
 
 def make_multiply_unexpanded(blocks: WeightTiling) -> Subroutine:
-    """Make the subroutine that multiplies expert slots with `PAIR_ROWS` rows of an unexpanded weight.
+    """Make the subroutine that multiplies a few activation rows with `PAIR_ROWS` weight rows that are not expanded.
 
-    It processes slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is
-    ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``.
+    It processes expert slots `i` to `end`. The weight rows begin at `at`; `left` rows exist. The subroutine is:
+
+    ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, l1_ahead, l2_ahead)``
     """
     multiply_one_row = make_loop_over_activation_rows(1, 1, blocks.make_few_rows(1))
     multiply_two_rows = make_loop_over_activation_rows(2, 2, blocks.make_few_rows(2))
@@ -208,10 +215,10 @@ ARGS = declare_args(
 
 
 def make_expand_and_multiply(blocks: WeightTiling) -> Subroutine:
-    """Make the subroutine that expands a tile of weight groups and multiplies the tile with a chunk of expert slots.
+    """Make the subroutine that expands a tile of weight groups, and multiplies it with a chunk of expert slots.
 
-    The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`, and
-    prefetches the groups at `coming` to the second cache meanwhile.
+    The subroutine is ``(a, expanded, matrix, group, chunk, stop, coming)``. It processes slots `chunk` to `stop`.
+    Meanwhile it prefetches the groups at `coming` to the second cache.
     """
     tile = make_dot_tile(blocks.tile_rows, blocks.tile_groups)
     select_rows, zeros, store_rows = tile.row_addresses_by_slot, tile.zero_sums, tile.store_rows
@@ -248,14 +255,17 @@ def make_expand_and_multiply(blocks: WeightTiling) -> Subroutine:
 
 
 def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
-    """Make the grouped matmul kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
+    """Make the kernel of a matmul with experts: ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    A matmul without experts is the case of one expert. Each thread has `WeightTiling.scratch_bytes` of scratch. Kernel
-    arguments in bytes: `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of y).
+    A slot is a pair of a token and one of its experts. A matmul without experts is the case of one expert. Kernel
+    arguments:
 
-    `starts` (int32) holds the slots before each expert, the slots before the remote experts, and the slots in all. The
-    slots in the order of their experts follow. `used` is the slots per token, `shared` the activation rows per token.
-    If `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
+    - `stride` (weight row), `between` (expert), `pitch` (row of x) and `step` (row of y) are in bytes.
+    - `starts` (int32) has the number of slots before each expert, then before the experts of other devices, then of all
+      slots. The slots, sorted by expert, follow.
+    - `used` is the slots per token, `shared` the activation rows per token.
+    - `scratch` has `WeightTiling.scratch_bytes` for each thread.
+    - If `tickets` is not 0, threads take groups of the weight from a work queue (`work_queue.take_work_item`).
     """
     multiply_expanded, multiply_unexpanded = make_expand_and_multiply(blocks), make_multiply_unexpanded(blocks)
     scratch, tall, tile_groups, many = blocks.scratch_bytes, blocks.tile_rows, blocks.tile_groups, blocks.rows_per_chunk
@@ -321,10 +331,10 @@ def make_grouped_matmul_kernel(name: str, blocks: WeightTiling) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlots:
-    """The assignment of activation rows to experts: one slot for each expert that a token uses.
+    """The slots of a matmul with experts; a slot is a pair of a token and one of its experts.
 
     Attributes:
-        operand: Sorted slots in the layout of `make_grouped_matmul_kernel`.
+        operand: The sorted slots in the layout of `make_grouped_matmul_kernel`.
         expert_count: Experts on this device.
         slots_per_token: Slots of a token.
         rows_per_token: Activation rows of a token.
@@ -337,7 +347,7 @@ class ExpertSlots:
 
 
 def make_single_expert_slots(steps: StepTableBuilder, x: Operand) -> ExpertSlots:
-    """Make the slots of a matmul with one expert: all rows use the same weight, in their order."""
+    """Make the slots of a matmul without experts: each activation row belongs to the only expert, in order."""
     count = math.prod(x.shape[:-1])
     return ExpertSlots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
@@ -353,7 +363,7 @@ def add_grouped_matmul_step(
     pitch: int,
     slots: ExpertSlots,
 ) -> None:
-    """Add the step of a grouped matmul, in which each thread computes whole tiles of weight rows.
+    """Add the step of a matmul that groups activation rows by expert; each thread has whole tiles of weight rows.
 
     Weight rows are columns of the result.
 
@@ -411,15 +421,15 @@ def add_grouped_matmul_step(
 
 
 def is_matmul_shared_by_threads(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Return whether threads share the work of a matmul."""
+    """Return whether several threads share one matmul, instead of each thread computing it for itself."""
     return steps.is_shared_by_threads([call.operand(0), call.operand(1)], [call.out])
 
 
 def choose_thread_columns(call: BoundInstruction, unit: int, threads: int) -> Sequence[int]:
-    """Return the bounds of the result columns of each thread, in whole tiles of `unit` columns.
+    """Choose the bounds of the result columns of each thread, in whole tiles of `unit` columns.
 
-    If all threads can get the same number of whole attention heads, the bounds are at heads of the ops that read the
-    result.
+    If an op that reads the result has attention heads, and all threads can get equally many whole heads, the bounds are
+    at heads.
     """
     y = call.out
     rows, readers = y.shape[-1], call.find_readers() if threads > 1 else None

@@ -80,7 +80,7 @@ store_split_terms, SPLIT_TERMS = make_store_of_ordered_bf16_terms(TERMS_BY_KIND[
 
 @subroutine
 def quantise_activation_block(x, record, zero):
-    """Quantise 32 activations to 8-bit codes, and store codes, scales and sums in a record (`tiles.RECORD_BYTES`).
+    """Quantise 32 activations to 8-bit codes, and store codes, scales and sums in a record of `RECORD_BYTES` bytes.
 
     `zero` is the zero point of the weight codes. If a value is NaN, the scale of its half is NaN. If a value exceeds
     3e33, products of its half are NaN.
@@ -113,7 +113,7 @@ ROUNDING_WORD = ARGS.first_word_index("rounding")
 
 @kernel
 def quantise_activation_rows(a, thread, threads):
-    """Quantise activation rows for each target of the kernel arguments. Rows are `step` bytes apart."""
+    """Quantise all activation rows to each target in the kernel arguments; rows are `step` bytes apart."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
     lo, hi = compute_thread_range(rows, thread, threads)
     for i in range(lo, hi):
@@ -123,9 +123,9 @@ def quantise_activation_rows(a, thread, threads):
 
 @subroutine
 def quantise_row_to_targets(a, at, i, y, n):
-    """Quantise the `n` columns of row `i`, which begins at `y`, for each target in the kernel arguments.
+    """Quantise row `i`, which has `n` float32 columns at `y`, to each target in the kernel arguments `a`.
 
-    `at` is the first of `QuantisedTarget.rounding_words` in the arguments `a`.
+    `at` is the first of `QuantisedTarget.rounding_words` in the arguments.
     """
     for b in range(n // BLOCK_COLUMNS):
         quantise_block_to_targets(a, at, i, b, y + 4 * BLOCK_COLUMNS * b)
@@ -133,9 +133,9 @@ def quantise_row_to_targets(a, at, i, y, n):
 
 @subroutine
 def quantise_block_to_targets(a, at, i, b, x):
-    """Quantise block `b` of row `i`, which begins at `x`, for each target in the kernel arguments.
+    """Quantise block `b` of row `i`, which has 32 float32 columns at `x`, to each target in the kernel arguments `a`.
 
-    Parameters are as in `quantise_row_to_targets`.
+    `at` is the first of `QuantisedTarget.rounding_words` in the arguments.
     """
     for k in range(load_argument_word(a, at)):
         to, pitch, kind = (
@@ -160,16 +160,19 @@ def quantise_block_to_targets(a, at, i, b, x):
 
 
 def compute_quantised_activation_bytes(rows: int, columns: int, kind: int) -> int:
-    """Return the bytes of quantised activations: records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
+    """Return the bytes of activations in a kind of rounding: 8-bit records or bfloat16 tiles, for each 32 columns.
+
+    Tiles are for 32 rows at a time.
+    """
     if kind in TERMS_BY_KIND:
         return -(-rows // PANEL_ROWS) * (columns // BLOCK_COLUMNS) * TERMS_BY_KIND[kind] * PANEL_ROWS * TILE_ROW_BYTES
     return rows * (columns // BLOCK_COLUMNS) * RECORD_BYTES
 
 
 def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
-    """Return the quantised activations of each thread; append a step that computes them unless an earlier step did.
+    """Return the quantised activations of each thread; add the step that computes them unless an earlier step did.
 
-    `for_all` says that all threads share the matmul that reads them. Then there are three methods:
+    If all threads share the matmul that reads them (`for_all`), one of three methods is used:
 
     - Each thread quantises its columns of `x`.
     - Each thread quantises all rows for itself, if the rows are few.
@@ -205,9 +208,9 @@ def quantise_activations(steps: StepTableBuilder, x: Operand, kind: int, *, for_
 
 
 def _make_quantise_work(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> ThreadWork:
-    """Make the thread work that quantises columns `first` to `last` of the rows of `x` to `to`.
+    """Make the work of one thread that quantises columns `first` to `last` of the rows of `x` to `to`.
 
-    Only a single row may have a column range.
+    Part of the columns is possible only for a single row.
     """
     source, skipped = (
         x.slice_axis(len(x.shape) - 1, first, last - first),
@@ -233,8 +236,8 @@ class QuantisedTarget:
         writes: Operands that the thread writes.
         thread_stride_bytes: Bytes from the single row of a thread to the row of the next thread; 0 if all rows are
             stored.
-        rounding_words: The number of targets; for each target its address, row stride in bytes, and kind. For tiles the
-            stride is from 32 rows to the next 32.
+        rounding_words: The number of quantised forms; then for each form its address, row stride in bytes, and kind of
+            rounding. For tiles the stride is from 32 rows to the next 32.
     """
 
     float_rows: Operand
@@ -254,7 +257,7 @@ class ResultConsumers:
 
     Attributes:
         value: The result.
-        quantised_tensors: Tensors that packed matmuls read quantised, each with its kind of rounding.
+        quantised_tensors: The tensors that matmuls read quantised, each with its kind of rounding.
         needs_floats: Whether other ops read float32.
         is_shared_by_threads: Whether threads share one of the matmuls.
     """
@@ -282,8 +285,8 @@ class ResultConsumers:
     def make_quantised_row_operands(self, steps: StepTableBuilder, *, shared: bool) -> Sequence[Sequence[Operand]]:
         """Make the memory of the quantised rows of each thread: one float32 operand for each kind of rounding.
 
-        With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap a
-        source of the result.
+        With `shared` all threads have the same memory, otherwise each thread has its own. The memory does not overlap
+        an operand from which the result is computed.
         """
         records = []
         for kind in self.rounding_kinds:
@@ -297,7 +300,7 @@ class ResultConsumers:
     def make_thread_target(
         self, floats: Operand | None, scratch_row: Operand, records: Sequence[Operand]
     ) -> QuantisedTarget:
-        """Make the target of one thread: its float32 rows and its quantised rows.
+        """Make the description of where one thread writes its float32 rows and its quantised rows.
 
         Args:
             floats: All rows as float32. None if only quantised rows are read.
@@ -314,9 +317,9 @@ class ResultConsumers:
     def make_target_per_thread(
         self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]], bounds: Sequence[int]
     ) -> list[QuantisedTarget | None]:
-        """Make the target of each thread for its columns, ``bounds[i]`` to ``bounds[i + 1]``.
+        """Make the description of where each thread writes its columns, ``bounds[i]`` to ``bounds[i + 1]``.
 
-        The target of an empty range is None.
+        An entry is None for a thread without columns.
         """
         targets: list[QuantisedTarget | None] = []
         axis, places = len(self.value.shape) - 1, self.make_scratch_row_per_thread(steps)
@@ -334,12 +337,15 @@ class ResultConsumers:
         return targets
 
     def _slice_quantised_columns(self, record: Operand, kind: int, first: int, last: int) -> Operand:
-        """Return the part of quantised rows that holds columns `first` to `last`."""
+        """Return the part of quantised rows with columns `first` to `last`."""
         skipped, width = (compute_quantised_activation_bytes(1, n, kind) // 4 for n in (first, last - first))
         return record.slice_axis(1, skipped, width)
 
     def make_scratch_row_per_thread(self, steps: StepTableBuilder) -> Sequence[Operand]:
-        """Make scratch memory of one float32 row for each thread, viewed as all rows of the result by row stride 0."""
+        """Make scratch memory of one float32 row for each thread, viewed as all rows of the result.
+
+        The stride from row to row is 0, so that all rows use this memory one after the other.
+        """
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)
@@ -348,13 +354,13 @@ class ResultConsumers:
         ]
 
     def register_quantised_rows(self, steps: StepTableBuilder, records: Sequence[Sequence[Operand]]) -> None:
-        """Tell the step table builder where the quantised rows of the result are, so that later matmuls use them."""
+        """Register the quantised rows of the result, so that later matmuls read them instead of quantising again."""
         for tensor, kind in self.quantised_tensors:
             at = self.rounding_kinds.index(kind)
             steps.register_derived_operands(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
 def _as_float_operand(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
-    """Return memory as a float32 operand with this shape and these strides."""
+    """Return the operand `memory` as float32 with another shape and other strides."""
     tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
     return Operand(memory.address, tensor)

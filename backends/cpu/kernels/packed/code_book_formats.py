@@ -1,4 +1,4 @@
-"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `grids` reads the codes.
+"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `code_books` reads the codes.
 
 Indices, signs and high bits of indices of 32 columns lie in one plane. The scales follow the codes of 256 columns.
 """
@@ -40,7 +40,7 @@ IQ3_S_MAGNITUDES = (1, 3, 5, 7, 9, 11, 13, 15)
 def spread_7_bit_signs_to_bytes(four):
     """Move four adjacent 7-bit fields of sign bits to the low 7 bits of the four bytes of a 32-bit number.
 
-    The four bits above the fields become the highest bits of the bytes.
+    The four bits above the fields become the top bits of the bytes.
     """
     fields = four & 0x7F | four << 1 & 0x7F00 | four << 2 & 0x7F0000 | four << 3 & 0x7F000000
     return fields | four >> 21 & 0x80 | four >> 14 & 0x8000 | four >> 7 & 0x800000 | four & 0x80000000
@@ -48,7 +48,7 @@ def spread_7_bit_signs_to_bytes(four):
 
 @subroutine
 def collect_highest_bits_of_bytes(v):
-    """Return in each 32-bit lane a 4-bit number: the highest bits of the lane's four bytes.
+    """Return in each 32-bit lane the highest bits of the lane's four bytes, as a 4-bit number.
 
     A multiplication moves the bits side by side.
     """
@@ -59,15 +59,15 @@ def collect_highest_bits_of_bytes(v):
 
 @subroutine
 def compute_odd_scale_factor(scale):
-    """Return the scale factor of a small integer scale, ``2 * scale + 1``, as float32."""
+    """Return ``2 * scale + 1`` as float32, the factor for which a small integer scale stands."""
     return to_float(add_int(shift_left(scale, splat_int(1)), splat_int(1)))
 
 
 @subroutine
 def pack_iq2_xxs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XXS codes of 32 columns: four indices, then signs.
+    """Pack the IQ2_XXS codes of 32 columns: four code book indices, then signs.
 
-    The bits of the scale are at the top of the bytes of signs.
+    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, spread_7_bit_signs_to_bytes(load_four(row + 6 + 8 * b)))
@@ -75,9 +75,9 @@ def pack_iq2_xxs_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq2_xs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XS codes of 32 columns: low bytes of four indices, then signs.
+    """Pack the IQ2_XS codes of 32 columns: the low bytes of four code book indices, then signs.
 
-    The high bit of each index is at the top of a byte of signs.
+    It is a `PackedFormat.pack_codes`. The top bit of each byte of signs is the high bit of an index.
     """
     for i in range(4):
         high = load_byte(row + 3 + 8 * b + 2 * i)
@@ -94,9 +94,9 @@ def pack_iq2_s_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq3_xxs_codes(row, b, first, second, lane):
-    """Pack the IQ3_XXS codes of 32 columns: eight indices, then signs.
+    """Pack the IQ3_XXS codes of 32 columns: eight code book indices, then signs.
 
-    The bits of the scale are at the top of the bytes of signs.
+    It is a `PackedFormat.pack_codes`. The top bits of the bytes of signs hold the scale.
     """
     store_int(first + 4 * lane, load_four(row + 2 + 8 * b))
     store_int(first + 64 + 4 * lane, load_four(row + 6 + 8 * b))
@@ -112,7 +112,9 @@ def pack_iq3_s_codes(row, b, first, second, lane):
 
 
 def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Subroutine:
-    """Make `PackedFormat.pack_codes` of an IQ1 type; the entries of its code book get new numbers.
+    """Make the subroutine that packs the codes of an IQ1 type, with new numbers for the entries of its code book.
+
+    It is a `PackedFormat.pack_codes`; `iq1_codes` explains the numbers.
 
     Args:
         indices_offset: The first byte of the low bytes of indices.
@@ -136,17 +138,17 @@ def _make_pack_iq1_codes(indices_offset: int, high_offset: int, bits: int) -> Su
 
 @subroutine
 def pack_f16_scale_only(row, to, lane, s):
-    """Copy the float16 scale of a file block to its lane; there is nothing else to pack.
+    """Copy the float16 scale of a file block to the lane of its row; all smaller scales are stored among the signs.
 
-    It is a `PackedFormat.pack_scales`. The small scales of the type are stored among the signs.
+    It is a `PackedFormat.pack_scales`.
     """
     copy_f16_to_lane(row, to, lane)
 
 
 def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
-    """Make `PackedFormat.pack_scales` for file blocks with a float16 and `count` bytes of small scales.
+    """Make the subroutine that packs the scales of file blocks with a float16 and `count` bytes of small scales.
 
-    The float16 is at the start of the file block, the bytes begin at byte `at`.
+    It is a `PackedFormat.pack_scales`. The float16 is at the start of the file block, the bytes begin at byte `at`.
     """
 
     def split(row, to, lane, s):
@@ -158,7 +160,15 @@ def _make_pack_small_scales_and_f16(at: int, count: int) -> Subroutine:
 
 
 def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -> Subroutine:
-    """Make `PackedFormat.load_scales` for small scales that are stored in the top bits of the bytes of signs."""
+    """Make the subroutine that loads small scales from the top bits of the bytes of signs.
+
+    It is a `PackedFormat.load_scales`.
+
+    Args:
+        plane_bytes: Bytes of 32 columns of a group in the plane of codes.
+        signs: Byte offset of the signs in the plane.
+        factor: The factor of each scale.
+    """
 
     def scales(p, b):
         small = collect_highest_bits_of_bytes(load_ints(p - (UNIT_BLOCKS - b) * plane_bytes + signs))
@@ -170,7 +180,10 @@ def _make_load_scales_among_signs(plane_bytes: int, signs: int, factor: float) -
 
 @subroutine
 def load_iq2_half_block_scales(p, b):
-    """Load the two scales of a block of IQ2_XS or IQ2_S: one 4-bit scale for each half, from one byte for each row."""
+    """Load the two scales of an IQ2_XS or IQ2_S block, one for each half; one byte of each row holds both.
+
+    It is a `PackedFormat.load_scales`.
+    """
     both, d = load_u8_lanes(p + 16 * b), mul(load_f16(p + 128), splat(0.125))
     return mul(d, compute_odd_scale_factor(and_int(both, splat_int(15)))), mul(
         d, compute_odd_scale_factor(shift_right(both, splat_int(4)))
@@ -186,9 +199,9 @@ def load_iq3_s_scales(p, b):
 
 @subroutine
 def load_iq1_s_scales(p, b):
-    """Load the IQ1_S scales of a block, divided by 8, because codes count eighths.
+    """Load the IQ1_S scales of a block, divided by 8, because its codes are eight times the weights.
 
-    The scales are stored in the bits below the signs of the shifts by an eighth.
+    It is a `PackedFormat.load_scales`. The scales are stored in the bits below the signs of the eighths.
     """
     small = and_int(shift_right(load_u16_lanes(p - (UNIT_BLOCKS - b) * 96 + 64), splat_int(12)), splat_int(7))
     d = mul(mul(load_f16(p), splat(0.125)), compute_odd_scale_factor(small))
@@ -197,10 +210,10 @@ def load_iq1_s_scales(p, b):
 
 @subroutine
 def pack_iq1_m_scales(row, to, lane, s):
-    """Pack the scales of an IQ1_M file block, 16 scales of 3 bits and a float16: copy them to their lane.
+    """Pack the scales of an IQ1_M file block: 16 scales of 3 bits and a float16, all in the lane of the row.
 
-    The float16 consists of the top bits of four 16-bit numbers and comes first. Then come two low bits of each scale,
-    then the high bit of each scale.
+    It is a `PackedFormat.pack_scales`. In the file the float16 is the top bits of four 16-bit numbers; in the packed
+    form it comes first. Then come two low bits of each scale, then the high bit of each scale.
     """
     whole, low, high = 0, 0, 0
     for j in range(4):
@@ -237,7 +250,7 @@ def _make_code_book_format(
     *,
     has_half_block_scales: bool = False,
 ) -> PackedFormat:
-    """Make the packed format of a type with a code book: codes from 0 to ``2 * zero_point``."""
+    """Make the packed format of a type with a code book and codes from 0 to ``2 * zero_point``."""
     return PackedFormat(
         dtype,
         (plane_bytes, 0),

@@ -8,7 +8,7 @@ Byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns.
 128 bytes. Then the level of a column is moved to its byte and, with the sign, looked up as a code.
 - Other processors gather codes from a table in memory.
 
-An index has more than 8 bits if the code book has more than 256 entries. `shifted_grids` has the types IQ1. Functions
+An index has more than 8 bits if the code book has more than 256 entries. `iq1_codes` has the types IQ1. Functions
 with the parameter `b` emit LLVM IR with that builder; byte vectors have 64 bytes.
 """
 
@@ -48,7 +48,7 @@ class CodeBook:
     Attributes:
         dtype: The type that has the code book.
         magnitudes: The distinct numbers of its entries, ascending.
-        zero: The code of 0.
+        zero: The code of 0; the code of a number n is ``zero + n``.
     """
 
     dtype: DType
@@ -56,17 +56,17 @@ class CodeBook:
     zero: int
 
     def load_entry_levels(self) -> np.ndarray:
-        """Load the code book as levels [entries, columns of an entry].
+        """Load the entries of the code book as levels: int [entries, columns of an entry].
 
         A level is the position of a number in `magnitudes`.
         """
         return np.searchsorted(np.array(self.magnitudes), load_code_book(self.dtype)).astype(np.uint16)
 
     def pack_entry_levels(self) -> np.ndarray:
-        """Return the levels of each entry, packed into two bytes: uint8 [2, entries].
+        """Pack the levels of each entry into two bytes: uint8 [2, entries].
 
-        A level is a position in `magnitudes`. It has 2 bits in entries of 8 columns, and 4 bits in entries of 4
-        columns.
+        A level is the position of a number in `magnitudes`. It has 2 bits in entries of 8 columns, and 4 bits in
+        entries of 4 columns.
         """
         levels = self.load_entry_levels()
         width = 16 // levels.shape[1]
@@ -75,7 +75,7 @@ class CodeBook:
 
 
 def has_128_byte_permutes() -> bool:
-    """Return whether the processor looks bytes up in tables of 128 bytes (AVX-512 VBMI)."""
+    """Return whether the processor can look bytes up in tables of 128 bytes in registers (AVX-512 VBMI)."""
     return bool(find_target_features().get("avx512vbmi"))
 
 
@@ -92,18 +92,18 @@ def emit_load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
 
 
 def emit_load_as_int32_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
-    """Emit the load of 16 unsigned numbers, zero-extended to one 32-bit lane each."""
+    """Emit code that loads 16 unsigned numbers of type `element`, and extends each with zeros to a 32-bit lane."""
     return b.zext(emit_load(b, address, offset, ir.VectorType(element, LANES)), _I)
 
 
 def emit_bit_field_extraction(b: Any, x: Any, first: int, step: int) -> Any:
-    """Emit the extraction of 8-bit fields: byte k of each 32-bit lane gets the bits from ``first + step * k`` on."""
+    """Emit code that extracts four bytes from each 32-bit lane: byte k gets the bits from ``first + step * k`` on."""
     offsets = [(32 * (row & 1) + first + step * k) % 64 for row in range(LANES) for k in range(4)]
     return simd.emit_llvm_call(b, MOVE_FIELDS, _B, _vector(offsets), x)
 
 
 def emit_bit_test_per_byte(b: Any, x: Any, bit: int) -> Any:
-    """Emit the test whether bit number `bit` of each byte of `x` is set."""
+    """Emit code that tests for each byte of `x` whether bit number `bit` is set."""
     if bit == 7:
         return b.icmp_signed("<", x, bytes_of(0))
     return b.icmp_unsigned("!=", b.and_(x, bytes_of(1 << bit)), bytes_of(0))
@@ -112,10 +112,10 @@ def emit_bit_test_per_byte(b: Any, x: Any, bit: int) -> Any:
 def emit_byte_table_lookup(
     b: Any, table: np.ndarray, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Emit the lookup of each index in a table of bytes.
+    """Emit code that looks each index up in a table of bytes.
 
-    An index has 7 low bits in `indices` and further `bits`, lowest first. All indices meet a part of the table before
-    the next part is loaded, because loads take longest.
+    An index is 7 low bits, which are in `indices`, and further bits, which are in `bits`, lowest first. All indices are
+    looked up in one part of the table before the next part is loaded, because loads take longest.
     """
     if len(table) == TABLE_BYTES:
         low, high = _vector(table[:VECTOR_BYTES]), _vector(table[VECTOR_BYTES:])
@@ -149,7 +149,7 @@ def emit_even_parity_bit(b: Any, signs: Any) -> Any:
 
 
 def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
-    """Make the table of signed codes by level in the low `width` bits and sign in the next bit.
+    """Make the table of codes; an index has the level in its low `width` bits and the sign in the next bit.
 
     Further bits of an index are ignored.
     """
@@ -159,16 +159,16 @@ def _make_signed_code_table(book: CodeBook, width: int) -> ir.Constant:
 
 
 def _emit_signed_codes(b: Any, book: CodeBook, level: Any, signs: Any, j: int, width: int) -> Any:
-    """Emit the signed codes of vector `j` of a block, from the levels of the vector and the signs of all vectors."""
+    """Emit code that computes the codes of vector `j` of a block from its levels and from the signs of the block."""
     sign, mask = emit_bit_field_extraction(b, signs, 4 * j - width, 1), (1 << width) - 1
     chosen = b.or_(b.and_(level, bytes_of(mask)), b.and_(sign, bytes_of(255 - mask)))
     return simd.emit_llvm_call(b, PERMUTE_ONE, _B, _make_signed_code_table(book, width), chosen)
 
 
 def emit_levels_of_8_columns(b: Any, both: Sequence[Any], low_bit: int) -> list[Any]:
-    """Emit the extraction of the levels of all vectors of a block, from both bytes of entries of 8 columns.
+    """Emit code that moves each level to a byte of its own, for entries of 8 columns that are packed into two bytes.
 
-    A level begins at bit `low_bit`.
+    A level begins at bit `low_bit` of its byte.
     """
     return [emit_bit_field_extraction(b, both[j % 2], 8 * (j // 2) - low_bit, 2) for j in range(CODE_VECTORS)]
 
@@ -176,7 +176,7 @@ def emit_levels_of_8_columns(b: Any, both: Sequence[Any], low_bit: int) -> list[
 def _emit_lookup_of_8_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Emit the lookup of the levels of all vectors of each block, for entries of 8 columns."""
+    """Emit code that looks indices up in a code book with entries of 8 columns; return vectors of levels by block."""
     halves = [emit_byte_table_lookup(b, table, indices, bits) for table in book.pack_entry_levels()]
     return [emit_levels_of_8_columns(b, both, 0) for both in zip(*halves, strict=True)]
 
@@ -184,7 +184,7 @@ def _emit_lookup_of_8_column_entries(
 def _emit_lookup_of_4_column_entries(
     b: Any, book: CodeBook, indices: Sequence[Any], bits: Sequence[Sequence[Any]]
 ) -> list[list[Any]]:
-    """Emit the lookup of the levels of all vectors of each block, for entries of 4 columns.
+    """Emit code that looks indices up in a code book with entries of 4 columns; return vectors of levels by block.
 
     A block has two vectors of indices.
     """
@@ -202,7 +202,7 @@ def _emit_lookup_of_4_column_entries(
 
 
 def emit_constant_table_address(b: Any, name: str, table: np.ndarray) -> Any:
-    """Emit the address of a constant table of bytes, and add the table to the module of the kernel at first use."""
+    """Emit the address of a constant table of bytes, which is added to the module of the kernel at the first use."""
     symbol = f"hocket.table.{name}"
     known = b.module.globals.get(symbol)
     if known is None:
@@ -214,7 +214,7 @@ def emit_constant_table_address(b: Any, name: str, table: np.ndarray) -> Any:
 
 
 def emit_gather_of_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Sequence[Any]) -> list[Any]:
-    """Emit the gather of the codes of all vectors of a block from a table in memory, as byte vectors.
+    """Emit code that gathers the codes of all vectors of a block from a table in memory, as byte vectors.
 
     Args:
         b: The IR builder.
@@ -239,7 +239,7 @@ def emit_gather_of_codes(b: Any, book: CodeBook, codes: np.ndarray, indices: Seq
 
 
 def _emit_negation_of_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: int) -> Any:
-    """Emit the negation of the codes that have a sign in vector `j` of a block: ``2 * zero - code``."""
+    """Emit code that negates the codes with a sign bit, in vector `j` of a block: ``2 * zero - code``."""
     spread = b.shuffle_vector(
         signs, signs, ir.Constant(ir.VectorType(_i32, 64), [t // 4 * 4 + j // 2 for t in range(64)])
     )
@@ -249,14 +249,14 @@ def _emit_negation_of_codes(b: Any, book: CodeBook, codes: Any, signs: Any, j: i
 
 
 def emit_byte_of_each_lane(b: Any, x: Any, i: int) -> Any:
-    """Emit the extraction of byte `i` of each 32-bit lane."""
+    """Emit code that extracts byte `i` of each 32-bit lane."""
     return b.and_(b.lshr(b.bitcast(x, _I), ints_of(8 * i)), ints_of(255))
 
 
 def emit_index_high_bits(b: Any, x: Any, at: int, width: int) -> Any:
-    """Emit code that extracts `width` bits of each 32-bit lane from bit `at` on, and moves them to bits 8 and above.
+    """Emit code that computes the high bits of code book indices: `width` bits of each 32-bit lane, moved to bit 8.
 
-    These are the high bits of code book indices.
+    The bits begin at bit `at` of `x`.
     """
     return b.shl(b.and_(b.lshr(x, ints_of(at)), ints_of((1 << width) - 1)), ints_of(8))
 
@@ -269,8 +269,8 @@ class CodeBookLoaders:
     """Loaders of weight codes that are stored as indices into a code book.
 
     Attributes:
-        load_one_block: ``(p, h) -> codes``, the codes of 32 columns at `p`.
-        load_two_blocks: ``(p, q) -> codes``, the codes at `p` and at `q`. Each part of the book is loaded once.
+        load_one_block: ``(p, h) -> codes`` loads the codes of 32 columns at `p`; `h` is not used.
+        load_two_blocks: ``(p, q) -> codes`` loads the codes at `p` and at `q`. Each part of the book is loaded once.
     """
 
     load_one_block: Intrinsic
@@ -278,7 +278,10 @@ class CodeBookLoaders:
 
 
 def make_code_book_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[Any]]]) -> CodeBookLoaders:
-    """Make code book loaders of ``emit_codes(b, addresses)``, which returns the vectors of codes at each address."""
+    """Make the loaders of one block and of two blocks from a function that emits the code for any number of blocks.
+
+    ``emit_codes(b, addresses)`` returns the vectors of codes at each address.
+    """
 
     @intrinsic(CODES_TYPE, ADDRESS, ADDRESS)
     def one(b, p, h):
@@ -295,9 +298,9 @@ def make_code_book_loaders(emit_codes: Callable[[Any, Sequence[Any]], list[list[
 def make_signed_code_book_loaders(
     book: CodeBook, index_vectors: int, high_bits: int = 0, *, has_even_signs: bool, has_index_bits: bool = False
 ) -> CodeBookLoaders:
-    """Make the loaders for a code book of magnitudes, with signs stored separately.
+    """Make the loaders of weight codes for a code book of magnitudes, with signs stored separately.
 
-    A block has the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
+    A block stores the vectors of indices, a vector of signs, and the high bits of indices (a byte for each row).
 
     Args:
         book: The code book.

@@ -5,7 +5,7 @@
 reads memory front to back, which processors prefetch best.
 3. Codes are split into planes of 8, 4, 2 or 1 bits. Byte ``4 * row + k`` of a 64-byte vector holds column ``4 * j + k``
 of the block. `j` counts first the bit fields of a byte, then the vectors.
-4. Code books (`grid_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
+4. Code books (`code_book_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
 5. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
 """
 
@@ -119,9 +119,9 @@ def load_mxfp4_codes(row, c):
 
 
 def _make_pack_scale_and_bias(nbytes: int) -> Subroutine:
-    """Make `PackedFormat.pack_scales` for file blocks with a float16 scale and a float16 bias.
+    """Make the subroutine that packs the float16 scale and the float16 bias of a file block of `nbytes` bytes.
 
-    The biases follow the scales.
+    It is a `PackedFormat.pack_scales`. The biases follow the scales.
     """
 
     def split_scale_and_bias(row, to, lane, s):
@@ -150,9 +150,9 @@ def pack_mxfp4_scales(row, to, lane, s):
 
 @subroutine
 def load_mxfp4_scales(p, b):
-    """Load half of the MXFP4 scales of a block, ``2 ** (e - 128)``, because the code book holds doubled values.
+    """Load half of the MXFP4 scales of a block: ``2 ** (e - 128)`` for the stored exponent e.
 
-    The two smallest results are subnormal floats.
+    They are halved because the code book holds doubled values. The two smallest results are subnormal floats.
     """
     e = load_u8_lanes(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
@@ -174,9 +174,9 @@ def pack_nvfp4_scales(row, to, lane, s):
 
 @subroutine
 def e4m3_to_halved_f32(e):
-    """Return half of each 8-bit float E4M3 as float32, as in `HALF_OF_E4M3`; NaN gives 0.
+    """Return half the value of each 8-bit float E4M3 as float32; NaN gives 0.
 
-    The values are halved because the code book holds doubled values.
+    The values equal `HALF_OF_E4M3`. They are halved because the code book holds doubled values.
     """
     e = and_int(e, splat_int(127))
     half = mul(bits_to_float(shift_left(e, splat_int(20))), splat(2.0**119))
@@ -192,7 +192,7 @@ def load_nvfp4_scales(p, b):
 
 
 def _make_code_book_decoder(values: np.ndarray) -> tuple[Intrinsic, int, int]:
-    """Make the decoder of 4-bit codes through a book of 16 signed values.
+    """Make the decoder of 4-bit codes that are indices into a code book of 16 signed values.
 
     Returns:
         The code loader, the zero point that makes the values unsigned, and the largest code.
@@ -274,9 +274,9 @@ def unpack_6_bit_k_scale(at, j):
 
 @subroutine
 def pack_q45_k_scales(row, to, lane, s):
-    """Pack the scales and minimums of a Q4_K or Q5_K file block: copy them to their lane.
+    """Pack the scales and minimums of a Q4_K or Q5_K file block, in the lane of the row.
 
-    The order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
+    Their order is: low nibbles of 8 scales and minimums, high bits of pairs of blocks, two float16.
     """
     for pair in range(4):
         high = 0
@@ -306,7 +306,7 @@ def load_q45_k_scales(p, b):
 
 @subroutine
 def load_q45_k_biases(p, b):
-    """Load the Q4_K or Q5_K biases of a block: the negative 6-bit minimum times the second float16 of 256 columns."""
+    """Load the Q4_K or Q5_K biases of a block: minus the 6-bit minimum, times the second float16 of 256 columns."""
     low, four = shift_right(load_u8_lanes(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(load_k_high_bits(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_f16(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
@@ -339,7 +339,7 @@ def load_q2_k_biases(p, b):
 
 @subroutine
 def pack_q3_k_scales(row, to, lane, s):
-    """Pack the 6-bit scales and the float16 of a Q3_K file block: copy them to their lane.
+    """Pack the 6-bit scales and the float16 of a Q3_K file block, in the lane of the row.
 
     Scales j and j + 8 share a byte for their low nibbles. Scales j, j + 4, j + 8 and j + 12 share a byte for their high
     bits.

@@ -49,9 +49,10 @@ IQ1_BOOK = CodeBook(DType.IQ1_S, (-1, 0, 1), IQ1_ZERO)
 
 @cache
 def order_iq1_entries() -> np.ndarray:
-    """Return the file numbers of the IQ1 code book entries, ordered so that a bin has at most two second halves.
+    """Return the file numbers of all IQ1 code book entries, in the order in which kernels number them.
 
-    A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry.
+    A bin is 16 consecutive entries of this order. A second half is the levels of the last four columns of an entry. In
+    this order a bin has at most two different second halves.
     """
     halves = IQ1_BOOK.pack_entry_levels()[1]
     left = sorted((np.flatnonzero(halves == half) for half in np.unique(halves)), key=len)
@@ -64,16 +65,17 @@ def order_iq1_entries() -> np.ndarray:
 
 
 def _compute_iq1_entry_numbers() -> np.ndarray:
-    """Compute the new number of each IQ1 entry in the order of `order_iq1_entries`.
+    """Compute the number of each IQ1 entry in kernels, for the entries in the order of `order_iq1_entries`.
 
-    The low 7 bits of a number are the bin of the entry, the other bits its place in the bin.
+    A bin is 16 consecutive entries. The low 7 bits of a number are the bin of the entry, the other bits its place in
+    the bin.
     """
     bins, places = np.divmod(np.arange(len(order_iq1_entries())), BIN_ENTRIES)
     return bins + TABLE_BYTES * (places // 8 + 2 * (places % 8))
 
 
 def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
-    """Reorder a table with a row for each IQ1 entry of the file to a table by new numbers."""
+    """Reorder a table with one row for each IQ1 entry from the numbers of the file to the numbers of the kernels."""
     renumbered = np.empty_like(table)
     renumbered[_compute_iq1_entry_numbers()] = table[order_iq1_entries()]
     return renumbered
@@ -81,7 +83,7 @@ def _reorder_iq1_table(table: np.ndarray) -> np.ndarray:
 
 @intrinsic(ADDRESS, ADDRESS)
 def renumber_iq1_entry(b, number):
-    """Return the new number of an IQ1 entry from its number in the file."""
+    """Return the number of an IQ1 entry in kernels from its number in the file."""
     numbers = np.empty(len(order_iq1_entries()), "<u2")
     numbers[order_iq1_entries()] = _compute_iq1_entry_numbers()
     at = b.add(
@@ -91,10 +93,14 @@ def renumber_iq1_entry(b, number):
 
 
 def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return three arrays by bin of IQ1 entries: its first second half, its last second half, and their bound.
+    """Return three arrays with an element for each bin of IQ1 entries, to look up the second half of an entry.
 
     A bin is 16 consecutive entries. A second half is the levels of the last four columns of an entry. A bin has one or
-    two different second halves. The bound is 16 times the place in the bin at which the last one begins (modulo 256).
+    two different second halves. The arrays are:
+
+    - the first second half of the bin,
+    - its last second half,
+    - 16 times the place in the bin at which the last one begins (modulo 256).
     """
     halves = IQ1_BOOK.pack_entry_levels()[1][order_iq1_entries()].reshape(-1, BIN_ENTRIES)
     first, last = halves[:, 0], halves[:, -1]
@@ -104,7 +110,7 @@ def _find_iq1_second_halves() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoaders:
-    """Make the code book loaders of an IQ1 type, in which a shift of an eighth is added to each entry.
+    """Make the loaders of weight codes of an IQ1 type; an eighth is added to, or subtracted from, each weight.
 
     Args:
         bits: Bits from an index to the next in the 16 bits of a row; three of them are bits of the index.

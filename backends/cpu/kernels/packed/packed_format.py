@@ -1,6 +1,6 @@
 """One packed weight type: its layout, and the functions that pack and read it.
 
-`formats` lists all types.
+`format_table` lists all types.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MAX_UNEXPANDED_ROWS, MAX_UNEXPANDED_ROWS_OF_SLOW_CODES = 16, 8
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
     """The packed layout of one quantised weight type, with the subroutines that pack and load it.
+
+    A group is 16 rows, one lane each. A block is 32 columns of a group. A plane stores some bits of each code.
 
     Attributes:
         dtype: The quantised type.
@@ -58,12 +60,12 @@ class PackedFormat:
 
     @property
     def code_properties(self) -> WeightCodeProperties:
-        """The largest weight code, the zero point, and whether half blocks have their own scale, for dot products."""
+        """The properties of the codes for dot products: largest code, zero point, whether half blocks have scales."""
         return WeightCodeProperties(self.max_code, self.zero_point, self.has_half_block_scales)
 
     @property
     def blocks_per_load(self) -> int:
-        """Number of blocks of a group that are fastest to load together: 1 or 2."""
+        """Number of blocks of a group that are loaded together, as that is fastest: 1 or 2."""
         return 1 if self.load_two_codes is None else 2
 
     @property
@@ -84,7 +86,7 @@ def make_bitplane_format(
     max_code: int | None = None,
     has_half_block_scales: bool = False,
 ) -> PackedFormat:
-    """Make the packed format of a type with codes that are split into planes of bits.
+    """Make the packed format of a type with codes that are split into planes: memory with some bits of each code.
 
     Args:
         dtype: The quantised type.
@@ -115,7 +117,7 @@ def make_bitplane_format(
 
 
 def make_pack_codes_into_bit_planes(load_four_codes: Subroutine, plane_bits: tuple[int, ...]) -> Subroutine:
-    """Make `PackedFormat.pack_codes`: split codes into one or two planes of bits."""
+    """Make the subroutine that splits the bits of codes into one or two planes (`PackedFormat.pack_codes`)."""
     low_bits = _make_copy_code_bits_to_plane(load_four_codes, 0, plane_bits[0])
     if len(plane_bits) == 1:
 
@@ -166,7 +168,10 @@ def copy_f16_to_lane(row, to, lane):
 
 @cache
 def make_load_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Subroutine:
-    """Make `PackedFormat.load_biases` of a type with a fixed zero point: ``-zero_point * scale``."""
+    """Make the subroutine that computes the biases of a type with a fixed zero point: ``-zero_point * scale``.
+
+    It is a `PackedFormat.load_biases`.
+    """
 
     def biases(p, b):
         d, e = load_scales(p, b)
@@ -176,7 +181,10 @@ def make_load_zero_point_biases(load_scales: Subroutine, zero_point: int) -> Sub
 
 
 def make_pack_f16_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
-    """Make `PackedFormat.pack_scales` for file blocks with one float16 scale at byte `scale_offset`."""
+    """Make the subroutine that packs the only float16 scale of each file block, which is at byte `scale_offset`.
+
+    It is a `PackedFormat.pack_scales`.
+    """
 
     def split(row, to, lane, s):
         copy_f16_to_lane(row + s * block_bytes + scale_offset, to + s * 32, lane)
@@ -185,7 +193,10 @@ def make_pack_f16_scale(block_bytes: int, scale_offset: int = 0) -> Subroutine:
 
 
 def make_load_f16_scale(blocks_per_scale: int) -> Subroutine:
-    """Make `PackedFormat.load_scales` for one float16 scale per `blocks_per_scale` blocks."""
+    """Make the subroutine that loads float16 scales; each scale belongs to `blocks_per_scale` blocks.
+
+    It is a `PackedFormat.load_scales`.
+    """
 
     def scales(p, b):
         d = load_f16(p + 32 * (b // blocks_per_scale))

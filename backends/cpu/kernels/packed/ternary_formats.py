@@ -22,7 +22,7 @@ from .packed_format import (
 
 @subroutine
 def load_q1_0_codes(row, c):
-    """Unpack the Q1_0 codes (one bit each) of four columns to one byte each.
+    """Unpack the Q1_0 codes (one bit each) of four columns from `c` on to one byte each.
 
     A multiplication moves the four adjacent bits apart.
     """
@@ -31,14 +31,17 @@ def load_q1_0_codes(row, c):
 
 @subroutine
 def load_q2_0_codes(row, c):
-    """Unpack the Q2_0 codes of four columns: 2 bits each, from one byte."""
+    """Unpack the Q2_0 codes (2 bits each, in one byte) of four columns from `c` on to one byte each."""
     four = load_byte(row + c // 64 * 18 + 2 + c % 64 // 4)
     return (four | four << 6 | four << 12 | four << 18) & CRUMB_MASK
 
 
 @subroutine
 def unpack_base_3_digit(byte, n):
-    """Return base-3 digit (trit) number `n` of a packed byte, most significant digit first (`simd.trits`)."""
+    """Return base-3 digit (trit) number `n` of a packed byte; digit 0 is the most significant.
+
+    `simd.base3_codes` explains the packing.
+    """
     for _ in range(n):
         byte = byte * 3 & 255
     return byte * 3 >> 8
@@ -70,7 +73,8 @@ def replace_packed_trit(at, n, digit):
 def pack_tq1_0_codes(row, b, first, second, lane):
     """Pack the TQ1_0 codes of 32 columns as base-3 digits (trits), five in a byte, in the bytes of one lane.
 
-    The first 20 columns fill 4 bytes with five trits each. The last 12 columns go to bytes that several rows share.
+    It is a `PackedFormat.pack_codes`. The first 20 columns fill 4 bytes of the lane. The trits of the last 12 columns
+    go to bytes that several rows share.
     """
     for k in range(4):
         number = 0

@@ -20,9 +20,9 @@ PACK_ARGS = declare_args("source stride target rows columns")
 
 @cache
 def make_pack_weights_kernel(form: PackedFormat) -> Kernel:
-    """Make the kernel that packs weight rows at `source`, `stride` bytes each, to groups at `target`.
+    """Make the kernel that packs the weight rows at `source` into groups of 16 rows at `target`.
 
-    Missing rows of the last group are not written.
+    A source row has `stride` bytes. Missing rows of the last group are not written.
     """
     split, block, nbytes, pack_codes = form.pack_scales, form.dtype.block, form.packed_block_bytes, form.pack_codes
     of_first, of_second = form.plane_bytes
@@ -53,7 +53,7 @@ UNPACK_ARGS = declare_args("packed stride rows columns ids target step count scr
 
 @cache
 def make_unpack_rows_kernel(form: PackedFormat) -> Kernel:
-    """Make the kernel that dequantises the rows of a packed weight named by `ids` (int32) to float32.
+    """Make the kernel that dequantises some rows of a packed weight to float32; `ids` (int32) has their numbers.
 
     There are `count` ids. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each
     thread has 1,024 bytes of scratch. An invalid id stops the run.

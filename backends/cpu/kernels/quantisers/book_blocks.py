@@ -62,7 +62,7 @@ ENTRY_CODES = 1536
 
 @cache
 def make_book_table() -> np.ndarray:
-    """Return the IQ3_S code book twice in one float32 table: in an order for SIMD, then entry by entry.
+    """Return a float32 table that has the IQ3_S code book twice: in an order for SIMD, then entry by entry.
 
     The first part is [vectors, 4, 16]: each vector has 16 entries of 4 numbers. The second part is [512 entries, 4].
     """
@@ -86,6 +86,12 @@ search_odd_scale = make_scale_search(round_to_odd)
 @subroutine
 def find_entry(x, w, scale, table):
     """Find the code-book entry that fits the magnitudes of four numbers with the smallest weighted squared error.
+
+    Args:
+        x: address of the numbers.
+        w: address of the weights of their squared errors.
+        scale: scale of the entry.
+        table: address of `make_book_table`.
 
     Returns:
         The index of the entry, and its error.
@@ -111,7 +117,14 @@ def find_entry(x, w, scale, table):
 
 @subroutine
 def choose_entries(x, w, scale, table, to):
-    """Choose the best code-book entry for each four of 32 numbers, and write the entry indices to `to` as int32.
+    """Choose the best code-book entry for each four of 32 numbers, for a given scale.
+
+    Args:
+        x: address of the numbers.
+        w: address of the weights of their squared errors.
+        scale: scale of the entries.
+        table: address of `make_book_table`.
+        to: address for the 8 entry indices, int32.
 
     Returns:
         The weighted squared error, and the least squares scale for the chosen entries.
@@ -155,7 +168,7 @@ def search_block_scale(x, w, table, memory):
 
 @kernel
 def quantise_iq3_s(a, thread, threads):
-    """Quantise rows to IQ3_S: code-book entries for four magnitudes each, with a 4-bit scale for each 32 numbers."""
+    """Quantise rows to IQ3_S: a code-book entry for each four magnitudes, with a 4-bit scale for each 32 numbers."""
     x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
     scratch = ARGS.scratch(a) + SCRATCH_BYTES * thread
     first, end = compute_thread_range(ARGS.rows(a), thread, threads)

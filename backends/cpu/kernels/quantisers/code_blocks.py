@@ -100,7 +100,7 @@ def make_fp4_table() -> np.ndarray:
 
 @subroutine
 def look_up(v, table):
-    """Look up each lane of `v` in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
+    """Look each lane of `v` up in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
     return gather_lanes(table + 2 * CELL_COUNT, shift_left(round_small_floats_to_int(cells), splat_int(2)))
@@ -118,7 +118,14 @@ choose_book_scale = make_scale_choice(round_to_code_book)
 
 @subroutine
 def write_indices(x, scale, table, to):
-    """Quantise 32 numbers at `x`: write the index of the nearest code-book value times `scale` as one byte each."""
+    """Quantise 32 numbers: write the index of the nearest code-book value as one byte each.
+
+    Args:
+        x: address of the numbers.
+        scale: scale of the code-book values.
+        table: address of the lookup table of the code book (`make_cell_table`).
+        to: address for the indices.
+    """
     inverse = splat(find_inverse(scale))
     for i in range(0, BLOCK, LANES):
         index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
@@ -127,7 +134,13 @@ def write_indices(x, scale, table, to):
 
 @subroutine
 def search_iq4_scale(x, w, table):
-    """Return the scale of 32 numbers with the smallest weighted squared error for the code book of IQ4_NL."""
+    """Return the scale with which the code book of IQ4_NL fits 32 numbers with the smallest weighted squared error.
+
+    Args:
+        x: address of the numbers.
+        w: address of the weights of their squared errors.
+        table: address of `make_iq4_table`.
+    """
     spread = spread_two_sides(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
@@ -219,9 +232,9 @@ def quantise_mxfp4(a, thread, threads):
 
 @subroutine
 def write_trits(x, to):
-    """Quantise 256 numbers to ternary codes (0, 1 and 2 mean -1, 0 and 1) and return their scale.
+    """Quantise 256 numbers at `x` to ternary codes at `to`, and return their scale, the largest magnitude.
 
-    The scale is the largest magnitude.
+    The codes 0, 1 and 2 mean -1, 0 and 1.
     """
     top = zeros()
     for i in range(0, SUPER_BLOCK, LANES):
@@ -236,9 +249,9 @@ def write_trits(x, to):
 
 @subroutine
 def join_trits(codes, distance, count):
-    """Pack `count` ternary codes (4 or 5) into each byte as digits to base 3; the first code is the highest digit.
+    """Pack 4 or 5 ternary codes into each byte as base-3 digits; the first code is the most significant digit.
 
-    `distance` is the number of bytes between the codes that share a byte.
+    `count` is the number of codes in a byte. `distance` is the number of bytes between them in `codes`.
     """
     number = load_u8_lanes(codes)
     for k in range(1, count):

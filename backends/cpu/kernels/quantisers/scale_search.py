@@ -94,19 +94,18 @@ def sum_weights(w, n):
 
 @subroutine
 def spread_one_side(limit, first, step):
-    """Return 16 numerators for candidate scales, one in each lane: ``limit * (first + step * lane)``.
+    """Return 16 candidates for the inverse scale of a block, times its peak: ``limit * (first + step * lane)``.
 
-    A numerator divided by the peak of a block is the inverse of a candidate scale.
+    The peak is the number of largest magnitude.
     """
     return mul(splat(limit), fma(lane_numbers(), splat(step), splat(first)))
 
 
 @subroutine
 def spread_two_sides(low, high, first, step):
-    """Return 16 numerators for candidate scales: `low` times 8 factors, then `high` times the same 8 factors.
+    """Return 16 candidates for the inverse scale of a block, times its peak: `low` and `high`, each times 8 factors.
 
-    The factors are ``first + step * i`` for i from 0 to 7. A numerator divided by the peak of a block is the inverse of
-    a candidate scale.
+    The peak is the number of largest magnitude. The factors are ``first + step * i`` for i from 0 to 7.
     """
     limits = where_less(first_half(), splat(np.float32(0.5)), splat(low), splat(high))
     return mul(limits, fma(half_numbers(), splat(step), splat(first)))
@@ -114,7 +113,10 @@ def spread_two_sides(low, high, first, step):
 
 @subroutine
 def find_peak(x, n):
-    """Return the number of largest magnitude among `n` numbers at `x`, with its sign; the first of equal magnitudes."""
+    """Return the number of largest magnitude among `n` numbers at `x`, with its sign.
+
+    The first of equal magnitudes is taken.
+    """
     top = zeros()
     for i in range(0, n, LANES):
         top = maximum(top, absolute(load(x + 4 * i)))
@@ -181,7 +183,9 @@ search_scale = make_scale_search(round_to_codes)
 
 @subroutine
 def search_scale_and_minimum(x, w, n, top, first, step, passes, signed):
-    """Return the scale d and minimum m that minimise ``sum(w (x - d q - m)**2)`` over integer codes q from 0 to `top`.
+    """Return the scale d and minimum m of a block with the smallest weighted squared error.
+
+    They minimise ``sum(w (x - d q - m)**2)`` over integer codes q from 0 to `top`.
 
     Args:
         x: address of `n` numbers.
@@ -294,7 +298,16 @@ def choose_stored_pair(x, w, n, top, common_scale, common_minimum, scale, low, l
 def write_codes(x, n, scale, low, lowest, highest, to):
     """Quantise `n` numbers: write the nearest code of each number as one byte.
 
-    A number x is stored as ``scale * code + low``. Codes go from `lowest` to `highest`; the byte is ``code - lowest``.
+    A number x is stored as ``scale * code + low``.
+
+    Args:
+        x: address of the numbers.
+        n: count of numbers.
+        scale: scale of the codes.
+        low: the number that code 0 means.
+        lowest: smallest code; the byte is ``code - lowest``.
+        highest: largest code.
+        to: address for the bytes.
     """
     if scale != ZERO:
         inverse, offset = splat(ONE / scale), splat(-low / scale)
@@ -307,7 +320,9 @@ def write_codes(x, n, scale, low, lowest, highest, to):
 
 
 def make_scale_choice(round_lanes: Subroutine) -> Subroutine:
-    """Make a subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
+    """Make the subroutine that chooses the integer that stores the scale of a block, in units of a common scale.
+
+    The choice has the smallest weighted squared error.
 
     Args:
         round_lanes: rounds each lane to the nearest code, as in `make_scale_search`.

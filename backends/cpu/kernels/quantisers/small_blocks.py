@@ -70,13 +70,13 @@ def round_up_from_half(v, top):
 
 @subroutine
 def write_symmetric_block(x, importance, scratch, middle, d):
-    """Quantise 32 numbers without a minimum, to codes from 0 to ``2 * middle - 1``; the code `middle` means 0.
+    """Quantise 32 numbers with a scale and no minimum, to codes from 0 to ``2 * middle - 1``.
 
     Args:
         x: address of the numbers.
         importance: address of the importances, or 0 if there are none.
         scratch: address of the scratch memory, which receives the codes.
-        middle: the code of 0.
+        middle: the code that means 0.
         d: address for the scale, float16.
     """
     codes = scratch + CODES
@@ -125,7 +125,7 @@ def write_block_with_minimum(x, importance, scratch, top, d, m):
 
 @subroutine
 def store_halves(codes, y):
-    """Store the low 4 bits of 32 codes in 16 bytes: codes i and ``i + 16`` share a byte."""
+    """Store the low 4 bits of 32 codes at `codes` in 16 bytes at `y`: codes i and ``i + 16`` share a byte."""
     low, high = load_u8_lanes(codes), load_u8_lanes(codes + 16)
     low, high = and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(15)), splat_int(4))
     store_u8_lanes(y, or_int(low, high))
@@ -133,7 +133,7 @@ def store_halves(codes, y):
 
 @subroutine
 def store_fifth_bits(codes, y):
-    """Store the fifth bit (bit 4) of each of 32 codes in 4 bytes."""
+    """Store bit 4 (the fifth bit) of each of 32 codes at `codes` in 4 bytes at `y`."""
     for h in range(2):
         bits = greater_bitmask(to_float(load_u8_lanes(codes + 16 * h)), splat(single(15.5)))
         store_byte(y + 2 * h, bits & 255)

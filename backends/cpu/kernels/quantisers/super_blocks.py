@@ -58,7 +58,7 @@ integer_steps = make_lane_constant([*range(-8, 8)])
 def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin):
     """Quantise 256 numbers with a scale and a minimum for each block of `size` numbers.
 
-    The codes, and the integers that store the scales and minima, go to `scratch`.
+    Codes, and the integers that store scales and minima, go to `scratch`.
 
     Args:
         x: address of the numbers.
@@ -121,7 +121,7 @@ def store_6_bit_pairs(scratch, y):
 
 @subroutine
 def join_fields(p, distance, width, mask):
-    """Pack the low `width` bits of several codes into each byte: ``8 / width`` codes that are `distance` bytes apart.
+    """Pack the low `width` bits of ``8 / width`` codes into each byte.
 
     Args:
         p: address of the first codes, one byte each.
@@ -137,7 +137,7 @@ def join_fields(p, distance, width, mask):
 
 @subroutine
 def join_high_bits(p, distance, width, above, count):
-    """Pack the bits above the low bits of several codes into each byte: `count` codes that are `distance` bytes apart.
+    """Pack the high bits of `count` codes into each byte; the low bits of the codes are stored elsewhere.
 
     Args:
         p: address of the first codes, one byte each.

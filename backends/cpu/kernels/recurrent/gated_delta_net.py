@@ -87,9 +87,15 @@ def compute_delta_net_scratch_bytes(size):
 
 @subroutine
 def transpose_row_block(source, step, to, pace, rows, columns):
-    """Transpose `rows` rows of `columns` float32 from `source` to `to`.
+    """Transpose a block of float32 rows in memory.
 
-    Source rows are `step` bytes apart, result rows `pace` bytes.
+    Args:
+        source: address of the rows.
+        step: bytes from row to row.
+        to: address of the transposed rows.
+        pace: bytes from row to row of the result.
+        rows: count of source rows.
+        columns: count of source columns.
     """
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
@@ -98,9 +104,10 @@ def transpose_row_block(source, step, to, pace, rows, columns):
 
 @cache
 def make_process_one_token(per_channel: bool) -> Subroutine:
-    """Make the subroutine that applies the gated delta rule for one token to the state rows `first` to `last`.
+    """Make the subroutine that applies the gated delta rule for one token to rows `first` to `last` of a state.
 
-    The subroutine is ``(a, n, h, source, t, first, last, memory)``.
+    The subroutine is ``(a, n, h, source, t, first, last, memory)``: arguments, sequence, value head, key head, token,
+    rows, and scratch of the thread. With `per_channel` each channel has its own decay.
     """
 
     def process_one_token(a, n, h, source, t, first, last, memory):
@@ -142,12 +149,12 @@ def make_process_one_token(per_channel: bool) -> Subroutine:
 
 @cache
 def make_process_two_tokens(per_channel: bool) -> Subroutine:
-    """Make the subroutine that processes two tokens with state rows `first` to `last`, four rows at a time.
+    """Make the subroutine that applies the gated delta rule for two tokens to rows of a state, four rows at a time.
 
-    The subroutine is ``(a, n, h, source, t, first, last, memory)``. The state is read twice and written once for both
-    tokens, because the products of the second token follow from the old state.
+    Arguments are as in `make_process_one_token`. The state is read twice and written once for both tokens. The reason:
+    the products of the second token follow from the old state. With decays f and g:
 
-    With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``
     """
 
     def process_two_tokens(a, n, h, source, t, first, last, memory):
@@ -220,11 +227,11 @@ def make_process_two_tokens(per_channel: bool) -> Subroutine:
 
 @cache
 def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
-    """Make the subroutine that processes two tokens with a transposed block of state rows.
+    """Make the subroutine that applies the gated delta rule for two tokens to a transposed block of state rows.
 
-    The subroutine is ``(a, n, h, source, t, first, memory)``. Lanes are rows, so that no sum crosses lanes. A scalar
-    decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens are
-    prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
+    The subroutine is ``(a, n, h, source, t, first, memory)``. SIMD lanes are rows, so that no sum crosses lanes. A
+    scalar decay is applied after the sums over channels. Tokens are pages apart, so the operands of the next two tokens
+    are prefetched, `out` included. A store to an absent line of `out` would delay all later stores of the state.
     """
 
     def process_two_transposed(a, n, h, source, t, first, memory):
@@ -307,9 +314,10 @@ def make_process_two_tokens_transposed(per_channel: bool) -> Subroutine:
 
 @cache
 def make_delta_net_kernel(per_channel: bool, tiled: bool) -> Kernel:
-    """Make the gated delta rule kernel for `keyed` key heads and `heads` value heads, of `size` and `width` elements.
+    """Make the gated delta rule kernel, which reads the old `state`, and writes the `new` state and the outputs.
 
-    The kernel copies the old `state` to `saved_state` (0: it is not copied) and writes the `new` state.
+    It has `keyed` key heads of `size` numbers, and `heads` value heads of `width` numbers. The old state is copied to
+    `saved_state`, unless that is 0.
 
     Args:
         per_channel: Whether each channel has its own decay.
@@ -413,7 +421,7 @@ def _add_delta_net_step(steps: StepTableBuilder, call: BoundInstruction, saved_s
 
 
 def _fuse_save_and_delta_net(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse two instructions: the copy that saves a state, and the gated delta rule that updates this state.
+    """Fuse the copy that saves a state with the gated delta rule that updates this state.
 
     Each block of the state is saved while it is in the first cache.
     """

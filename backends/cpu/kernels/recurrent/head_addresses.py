@@ -9,10 +9,10 @@ from ...simd.vectors import load_argument_word
 
 @subroutine
 def compute_head_address(a, first, n, t, h):
-    """Return the address of the vector of sequence `n`, token `t` and head `h`.
+    """Return the address of the vector of sequence `n`, token `t` and head `h` in an operand.
 
-    In the arguments `a`, word `first` is the base address, and the next three words are the strides of n, t and h in
-    bytes.
+    Word `first` of the arguments `a` is the address of the operand. The next three words are the strides of n, t and h
+    in bytes.
     """
     return (
         load_argument_word(a, first)
@@ -23,9 +23,10 @@ def compute_head_address(a, first, n, t, h):
 
 
 def compute_address_and_strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """Return four numbers of an operand: its address, and its strides of sequence, token and head in bytes.
+    """Return the address of an operand, and its strides from sequence to sequence, token to token, head to head.
 
-    `axes` is the number of axes behind the sequence axis: token, head and, if it is 3, element.
+    The strides are in bytes. `axes` is the number of axes after the sequence axis: token, head and, if it is 3,
+    element.
     """
     rank = len(operand.shape)
     head = rank - (axes - 1)

@@ -28,9 +28,9 @@ The other operands are dense.
 
 @cache
 def make_key_major_scan_kernel(bonus: bool) -> Kernel:
-    """Make the scan kernel with a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
+    """Make the linear attention kernel for a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
 
-    With a `bonus` for the token itself: ``out = (S + bonus * k v^T)^T r`` with the old S.
+    A `bonus` gives the token itself another weight: ``out = (S + bonus * k v^T)^T r`` with the old S.
     """
 
     def body(a, thread, threads):
@@ -81,7 +81,10 @@ def make_key_major_scan_kernel(bonus: bool) -> Kernel:
 
 @kernel
 def scan_value_major(a, thread, threads):
-    """Scan tokens with a state [value, key]: ``S = S * fading + (S read_key) write_key^T + v k^T``, ``out = S r``."""
+    """Compute linear attention with a state [value, key], token by token.
+
+    ``S = S * fading + (S read_key) write_key^T + v k^T``, then ``out = S r``.
+    """
     tokens, heads, keys = BY_VALUE_ARGS.tokens(a), BY_VALUE_ARGS.heads(a), BY_VALUE_ARGS.keys(a)
     values = BY_VALUE_ARGS.values(a)
     blocks = (values + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -149,9 +152,13 @@ def scan_value_major(a, thread, threads):
 
 
 def _has_scan_kernel(call: BoundInstruction, walked: list[Operand], state: Operand, lanes: int) -> bool:
-    """Return whether scan kernels can read all operands.
+    """Return whether linear attention kernels can read all operands; they need at least one token.
 
-    They need dense rows, whole vectors along `lanes`, and at least one token.
+    Args:
+        call: The instruction.
+        walked: The operands with one row per token; the rows must be dense.
+        state: The state, which must be dense.
+        lanes: The size of the axis along SIMD lanes, which must be whole vectors.
     """
     new, shape = call.dst[1], walked[0].shape
     dense = all(o.is_float and o.strides[-1] == 1 for o in walked) and state.is_dense and new.is_dense
@@ -168,7 +175,7 @@ def _make_size_args(keys: Operand, values: Operand) -> dict[str, int]:
 def _bind_key_major_scan(
     steps: StepTableBuilder, call: BoundInstruction, walked: list[Operand], bonus: Operand | None, scale: int
 ) -> bool:
-    """Add a linear attention scan with a state [key, value]; return False if kernels cannot read the operands.
+    """Add the step of linear attention with a state [key, value]; return False if kernels cannot read the operands.
 
     Args:
         steps: The steps of the program.

@@ -45,9 +45,9 @@ DT, X, B, C, OUT = STEP_SIZES.first_word_index("dt"), *(SCAN.first_word_index(na
 
 @cache
 def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
-    """Make the kernel of the step sizes and decays of a selective scan.
+    """Make the kernel that computes the step sizes of a selective scan: ``sizes = softplus(dt)``.
 
-    ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`.
+    If each head has one decay rate (`per_head`), it also computes ``decays = exp(sizes * rates)``.
     """
 
     def body(a, thread, threads):
@@ -72,9 +72,10 @@ def make_step_sizes_and_decays_kernel(per_head: bool) -> Kernel:
 
 @cache
 def make_compute_decay_columns(per_head: bool) -> Subroutine:
-    """Make the subroutine that computes the decays of 16 columns of a state row.
+    """Make the subroutine that returns the decays of 16 columns of a state row for one token.
 
-    The subroutine is ``(size, decay, rates, column, columns)``.
+    The subroutine is ``(size, decay, rates, column, columns)``. With `per_head` the decay is the same in all columns:
+    `decay`. Otherwise it is computed from the step size `size` and the rates from `column` on.
     """
 
     def decay_columns(size, decay, rates, column, columns):
@@ -85,10 +86,15 @@ def make_compute_decay_columns(per_head: bool) -> Subroutine:
 
 @cache
 def make_update_state_row(per_head: bool) -> Subroutine:
-    """Make the subroutine that updates one row of the state with one token.
+    """Make the subroutine that updates one row of the state of a selective scan with one token.
 
-    The subroutine is ``(old, new, columns, x, size, decay, rates, b, c, out)``. `x` is the address of the row's input,
-    `out` the address of its output.
+    The subroutine is ``(old, new, columns, x, size, decay, rates, b, c, out)``:
+
+    - `old` and `new` are the addresses of the row before and after the token; it has `columns` columns.
+    - `x` and `out` are the addresses of the row's input and output.
+    - `size` is the step size of the token, as a vector.
+    - `decay` is the decay of the head, `rates` the address of the decay rates of the columns.
+    - `b` and `c` are the addresses of the vectors that write and read the state.
     """
     decay_columns = make_compute_decay_columns(per_head)
 
@@ -142,7 +148,7 @@ def make_update_four_state_rows(per_head: bool) -> Subroutine:
 
 @cache
 def make_selective_scan_kernel(per_head: bool) -> Kernel:
-    """Make the kernel of the selective scan (Mamba).
+    """Make the kernel of the selective scan (Mamba), which updates the state token by token and computes the outputs.
 
     With `per_head` each head has one decay rate, otherwise each column of the state has its own.
     """

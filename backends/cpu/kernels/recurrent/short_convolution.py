@@ -107,7 +107,7 @@ def convolve_with_any_taps(a, thread, threads):
 
 
 def _bind_short_convolution(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add an unfused short convolution along tokens; return False if kernels cannot read the operands.
+    """Add the step of a short convolution along tokens; return False if kernels cannot read the operands.
 
     Four taps have a kernel of their own.
     """
@@ -148,9 +148,18 @@ def copy_float_vectors(x, y, n):
 
 @subroutine
 def convolve_tokens_with_silu(x, step, y, pace, first, last, w, old, size):
-    """Convolve tokens `first` to `last` of 16 channels with four taps, and apply SiLU.
+    """Convolve some tokens of 16 channels with four taps, and apply SiLU.
 
-    `old` holds the three rows before the first token, `size` numbers apart. Afterwards it holds the last three rows.
+    Args:
+        x: address of the input of token 0.
+        step: bytes from token to token of the input.
+        y: address of the result of token 0.
+        pace: bytes from token to token of the result.
+        first: number of the first token.
+        last: number after the last token.
+        w: address of the taps of the channels.
+        old: address of the three rows before the first token; afterwards it has the last three rows.
+        size: float32 from row to row of `old`.
     """
     w0, w1, w2, w3 = load(w), load(w + 4 * LANES), load(w + 8 * LANES), load(w + 12 * LANES)
     k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
@@ -174,9 +183,18 @@ def load_row_id(ids, nbytes, i):
 
 @subroutine
 def save_and_update_state_rows(state, saved_state, old, ids, nbytes, x, step, channels, size):
-    """Save the three state rows of a head, then overwrite them by the rows that `ids` names.
+    """Copy the three state rows of a head to `saved_state` and `old`, then overwrite them by the rows that `ids` names.
 
-    The old rows are copied to `saved_state` and `old`. Ids 0 to 2 are old state rows, larger ids are rows of `x`.
+    Args:
+        state: address of the state rows.
+        saved_state: address of the saved rows.
+        old: address of the thread's copy.
+        ids: address of three row ids; 0 to 2 are old state rows, larger ids are rows of `x`.
+        nbytes: bytes of an id, 4 or 8.
+        x: address of the new rows.
+        step: bytes from row to row of `x`.
+        channels: float32 of a state row.
+        size: float32 of the head.
     """
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
@@ -197,12 +215,15 @@ HEAD_ARGS = declare_args(
 
 @cache
 def make_convolution_and_head_norm_kernel(norm: str) -> Kernel:
-    """Make the fused kernel of a short convolution, SiLU and head norms, which also updates its saved state.
+    """Make the fused kernel of a short convolution, SiLU and head norms, which also updates the rows of the state.
 
-    The state rows are copied to `saved_state` and overwritten. Heads have `size` numbers. `state` is f32[sequences, 3,
-    channels]. `w` is [channels, 4]. `ids` [sequences, 3] name the rows of the next state among the rows of state and x.
-    Normed heads are not written to y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to
-    row. Scratch of a thread: 3 rows, and `TILE_TOKENS` heads.
+    The old state rows are copied to `saved_state`. Normed heads are not written to y. Kernel arguments:
+
+    - `size`: numbers of a head.
+    - `state`: f32[sequences, 3, channels], and `w`: [channels, 4].
+    - `ids` [sequences, 3]: the rows of the next state, as numbers of rows of the old state followed by x.
+    - ``*_between`` and ``*_row``: bytes from sequence to sequence and from row to row.
+    - `scratch`: for each thread, 3 rows and `TILE_TOKENS` heads.
     """
     factor = NORM_FACTORS[norm]
 
@@ -328,7 +349,7 @@ def _fuse_convolution_and_head_norms(flow: Dataflow, number: int) -> FusedBindin
 
 
 def _find_column_range(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """Find the columns of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
+    """Find the columns of ``y`` [n, t, c] that `x` views as heads [n, t, heads, numbers]; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
@@ -349,9 +370,19 @@ def _require_disjoint_results(
     others: Sequence[BoundInstruction],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """Check that fused results overlap neither operands nor each other, and that only the norms read normed heads.
+    """Require that fused results overlap neither operands nor each other, and that only norms read the normed heads.
 
-    Otherwise the fusion is rejected. `normed` lists the first and the end column of the heads of each norm.
+    Otherwise the fusion is rejected.
+
+    Args:
+        join: The concatenation of old state rows and new rows.
+        mix: The convolution.
+        active: The SiLU of the convolution.
+        keep: The update of the state.
+        save: The copy of the old state.
+        norms: The norms of heads.
+        others: Other instructions that read the result of the SiLU.
+        normed: The pair (first column, end column) of the heads of each norm.
     """
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):

@@ -34,9 +34,10 @@ ARGS = declare_args("x images between count columns windows entries y")
 
 @kernel
 def copy_sliding_windows(a, thread, threads):
-    """Copy the sliding windows of images to rows: ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
+    """Copy the sliding windows of images to rows, one row for each window.
 
-    There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
+    ``y[n, i, c]`` is the element of image n at byte ``windows[i] + entries[c]``. There are `images` images, `between`
+    bytes apart, with `count` windows of `columns` entries.
     """
     count, columns, entries = ARGS.count(a), ARGS.columns(a), ARGS.entries(a)
     lo, hi = compute_thread_range(ARGS.images(a) * count, thread, threads)
@@ -70,7 +71,7 @@ class SlidingWindowShape:
         )
 
     def make_padded_image(self, steps: StepTableBuilder, x: Operand, y: Operand) -> Operand:
-        """Return the image `x` with its padding. If needed, add steps that make a padded copy.
+        """Return the image `x` with its padding, as a copy if needed; add the steps that make the copy.
 
         A copy is needed for padding, and if `x` overlaps the result `y`.
         """
@@ -85,22 +86,22 @@ class SlidingWindowShape:
         return whole
 
     def compute_window_offsets(self, image: Operand) -> Offsets:
-        """Compute the byte offset of each window in an image."""
+        """Compute the byte offset of each window from the start of its image."""
         counts = self.count_windows(image.shape[2:])
         return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
-        """Compute the byte offset of each entry in a window with `channels` channels."""
+        """Compute the byte offset of each entry from the start of its window, for images with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
 
     def count_windows(self, axes: Sequence[int]) -> list[int]:
-        """Count the windows along each axis of a padded image. `axes` are the sizes of these axes."""
+        """Count the windows along each axis of a padded image with the sizes `axes`."""
         steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
 
     def compute_padded_sizes(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Compute the sizes of an image with its padding. `axes` are the sizes without the padding."""
+        """Compute the sizes of an image with its padding from the sizes `axes` without padding."""
         return tuple(n + a + b for n, a, b in zip(axes, self.left_padding, self.right_padding, strict=True))
 
 
@@ -115,7 +116,7 @@ def _compute_grid_offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets
 
 
 def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowShape) -> tuple[Operand, Operand]:
-    """Make operands of scratch memory as a padded image, and of the part of the image that holds `x`."""
+    """View scratch memory as a padded image, and as the part of this image without the padding; return both."""
     shape = (*x.shape[:2], *windows.compute_padded_sizes(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
@@ -125,7 +126,7 @@ def _make_padded_operands(memory: Operand, x: Operand, windows: SlidingWindowSha
 
 
 def _can_read_windows(x: Operand, windows: SlidingWindowShape) -> bool:
-    """Return whether kernels can read the windows of `x`, and copy `x` if needed."""
+    """Return whether kernels can read the windows of `x`, in place or from a padded copy."""
     if not x.is_float or not x.tensor.spec.size:
         return False
     _, inner = _make_padded_operands(x, x, windows)
@@ -155,9 +156,9 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse sliding windows and their matmul with a weight into one image convolution.
+    """Fuse an op that copies sliding windows, and the matmul of the windows with a weight, into one image convolution.
 
-    The matmul may read some of the channels.
+    The matmul may read only some of the channels.
     """
     slide, product = flow.bound_instruction(number), flow.bound_instruction(flow.require_sole_reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), SlidingWindowShape.from_attributes(slide.attrs)
@@ -188,7 +189,7 @@ def _fuse_image_convolution(flow: Dataflow, number: int) -> FusedBinding:
 
 
 def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, product: BoundInstruction) -> None:
-    """Add the matmul of a fused convolution, which reads the windows in the image.
+    """Add the matmul step of a fused convolution, which reads the windows directly from the image.
 
     The windows are not written to memory. Each address in them becomes an address in the image.
     """

@@ -71,8 +71,8 @@ def _make_convert_row_to_f32(dtype: DType) -> Subroutine:
 def make_gather_or_scatter_rows_kernel(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     """Make the kernel that gathers rows, ``other[i] = table[ids[i]]``, or scatters them, ``table[ids[i]] = other[i]``.
 
-    There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
-    table, from row to row of `other`, and from table to table. An invalid id stops the run.
+    There are `count` rows for each table; `other` is float32. An invalid id stops the run. Kernel arguments in bytes:
+    `step` from row to row of a table, `pace` from row to row of `other`, and `between` from table to table.
     """
     copy = _make_convert_row_from_f32(dtype) if scatter else _make_convert_row_to_f32(dtype)
 
@@ -100,7 +100,7 @@ WIDEN = declare_args("rows columns x x_row y y_row")
 
 @cache
 def make_widen_rows_kernel(dtype: DType) -> Kernel:
-    """Make the kernel that copies rows of `dtype` to rows of float32. `x_row` and `y_row` are bytes."""
+    """Make the kernel that converts rows of a 16-bit type to rows of float32; `x_row` and `y_row` are their bytes."""
     copy = _make_convert_row_to_f32(dtype)
 
     def body(a, thread, threads):
@@ -113,14 +113,14 @@ def make_widen_rows_kernel(dtype: DType) -> Kernel:
 
 
 def _find_id_bytes(ids: Operand) -> int | None:
-    """Return the bytes of one row id: 4 for int32, 8 for int64; None for strided ids or other types."""
+    """Return the bytes of one row id: 4 for int32, 8 for int64; None if kernels cannot read the ids."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
 def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the step of `get_rows`, which gathers rows of a plain or packed table.
 
-    Return False if kernels cannot read the table.
+    Return False if kernels cannot read the operands.
     """
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _find_id_bytes(ids)
@@ -166,14 +166,14 @@ def _bind_get_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _is_writable_table(table: Operand) -> bool:
-    """Return whether kernels can write rows in the type of `table`."""
+    """Return whether kernels can write rows of the type of `table`: floats, or cache blocks that are not packed."""
     return table.dtype in LANE_STORERS or (table.dtype in block_rows.BLOCK_STORERS and not table.has_packed_blocks)
 
 
 def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of `set_rows`: scatter rows into a table; return False if the operands do not fit.
+    """Add the steps of `set_rows`, which scatters rows into a table; return False if kernels cannot do that.
 
-    If the table is not updated in place, a copy of the table comes first.
+    If the table is not updated in place, it is copied first.
     """
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _find_id_bytes(ids)
@@ -190,7 +190,7 @@ def _bind_set_rows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse saving rows of a table with overwriting these rows."""
+    """Fuse the instruction that saves rows of a table with the one that overwrites these rows."""
     chain = match_saved_state_update(flow, number, "set_rows")
     save, change = map(flow.bound_instruction, chain)
     table, ids, saved_rows = save.operand(0), save.operand(1), save.out
@@ -215,10 +215,10 @@ def _fuse_save_and_set_rows(flow: Dataflow, number: int) -> FusedBinding:
 def _add_save_and_set_rows(
     steps: StepTableBuilder, save: BoundInstruction, change: BoundInstruction, numbers: SavedStateUpdate
 ) -> None:
-    """Add the steps that save rows of a table and then overwrite them, in which each thread moves its columns.
+    """Add the steps that save rows of a table and then overwrite them, in which each thread moves its own columns.
 
-    If threads did not split the new rows by columns, the two instructions are bound separately. Every thread checks all
-    ids, so all threads stop at an invalid id before a row is overwritten.
+    The two instructions are bound separately if no earlier step gave each thread some columns of the new rows. Every
+    thread checks all ids, so all threads stop at an invalid id before a row is overwritten.
     """
     table, ids, saved_rows, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.find_column_bounds([rows]), _find_id_bytes(ids)
@@ -252,7 +252,10 @@ def _add_save_and_set_rows(
 
 
 def _make_move_rows_args(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
-    """Make the arguments of the kernel that moves rows, for one table. Table and `other` have two axes."""
+    """Make the arguments of the kernel that gathers or scatters rows of one table.
+
+    `table` and `other` have two axes. A row has `size` elements.
+    """
     rows, columns = table.shape
     return MOVE_ARGS(
         table=table.address,
@@ -277,7 +280,7 @@ def _add_move_rows_step(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """Add a step that moves the rows of `moved` by ids. An invalid id stops the run."""
+    """Add the step that gathers or scatters the rows of `moved` by ids; an invalid id stops the run."""
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
@@ -309,13 +312,13 @@ def _bind_concat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _can_widen_rows(source: Operand, target: Operand) -> bool:
-    """Return whether `make_widen_rows_kernel` can copy `source`: 16-bit rows to rows of float32."""
+    """Return whether `make_widen_rows_kernel` can convert 16-bit rows of `source` to float32 rows of `target`."""
     halves = source.dtype in (DType.F16, DType.BF16) and not source.has_packed_blocks
     return halves and source.has_uniform_row_stride and target.is_float and target.has_uniform_row_stride
 
 
 def _bind_pad(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the steps of a padding: fill the result with zeros, then copy x to the middle.
+    """Add the steps of a padding: fill the result with zeros, then copy x into it.
 
     Return False if kernels cannot copy x, or for circular padding.
     """

@@ -75,7 +75,10 @@ NORM_ARGS = make_row_args("x y", "eps:f32")
 
 @cache
 def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
-    """Make the kernel of RMS norm or L2 norm: multiply each row by a factor of its sum of squares (`NORM_FACTORS`)."""
+    """Make the kernel of RMS norm or L2 norm, which multiplies each row by a factor of its sum of squares.
+
+    `NORM_FACTORS` has the factors.
+    """
     factor = NORM_FACTORS[name]
 
     def body(a, thread, threads):
@@ -93,7 +96,7 @@ def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
 
 @kernel
 def unweighted_layer_norm(a, thread, threads):
-    """Compute the layer norm of each row without weights: ``(x - mean) / deviation``."""
+    """Compute the layer norm of each row, without weights: ``(x - mean) / sqrt(variance + eps)``."""
     n, eps = NORM_ARGS.columns(a), NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -120,7 +123,7 @@ ROUNDING_WORD = SCALED_NORM_ARGS.first_word_index("rounding")
 
 @kernel
 def scaled_rms_norm(a, thread, threads):
-    """Compute ``y = rms_norm(x) * w`` of each row, and quantise y."""
+    """Compute ``y = rms_norm(x) * w`` for each row, and quantise y for the matmuls that read it."""
     n, step, eps = SCALED_NORM_ARGS.columns(a), SCALED_NORM_ARGS.w_step(a), SCALED_NORM_ARGS.eps(a)
     lo, hi = compute_thread_range(SCALED_NORM_ARGS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -134,12 +137,12 @@ def scaled_rms_norm(a, thread, threads):
 
 
 def select_norm_factor_name(call: BoundInstruction) -> str:
-    """Return the key of `NORM_FACTORS` for the op of an RMS norm or L2 norm."""
+    """Return the key of `NORM_FACTORS` for an RMS norm or L2 norm: the formula of its factor."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
 def _make_norm_binding(name: str) -> InstructionBinder:
-    """Make the binding of a norm that is not fused."""
+    """Make the function that binds a norm op without fusion to its kernel."""
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
@@ -157,7 +160,7 @@ def _make_norm_binding(name: str) -> InstructionBinder:
 
 
 def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse an RMS norm and the multiplication with its weights (factors)."""
+    """Fuse an RMS norm with the multiplication by its weights."""
     chain = match_scaled_norm(flow, number)
     norm, product = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), product.out
@@ -174,9 +177,9 @@ def _fuse_scaled_rms_norm(flow: Dataflow, number: int) -> FusedBinding:
 def _add_scaled_rms_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, whole: ThreadWork
 ) -> None:
-    """Add the step of a scaled RMS norm. Packed matmuls read its result quantised.
+    """Add the step of an RMS norm with weights, which also quantises its result for packed matmuls.
 
-    If only matmuls follow, each thread computes the result for itself.
+    If only matmuls read the result, each thread computes all of it for itself.
     """
     x, factors, y = norm.operand(0), product.operand(1), product.out
     if (column_split := find_column_split(steps, [x], y, whole_rows=True)) is not None:
@@ -195,9 +198,9 @@ def _add_scaled_rms_norm(
 def _add_quantised_scaled_rms_norm(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, factors: Operand
 ) -> bool:
-    """Add a scaled RMS norm that also quantises its result; return False if a plain norm should be added instead.
+    """Add the step of an RMS norm with weights that also quantises its result; return False if a plain norm is better.
 
-    That is the case if all readers use float32, or if a separate quantisation step is better.
+    A plain norm is better if all readers use float32, or if a separate quantisation step is faster.
     """
     consumers, x, y = find_result_consumers(steps, product), norm.operand(0), product.out
     each = steps.threads > 1 and consumers.is_shared_by_threads and steps.can_repeat_per_thread([y])
@@ -228,7 +231,7 @@ def _add_quantised_scaled_rms_norm(
 def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
-    """Make the thread work of `scaled_rms_norm`; None if the kernel cannot loop over the rows of the operands."""
+    """Make the work of one thread for the kernel `scaled_rms_norm`; None if the kernel cannot loop over the rows."""
     walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None

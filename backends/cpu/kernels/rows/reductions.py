@@ -109,9 +109,9 @@ def make_row_reduction_kernel(kind: str) -> Kernel:
 
 @cache
 def make_row_accumulation_kernel(kind: str) -> Kernel:
-    """Make the kernel of running reductions along each row (such as a cumulative sum): ``y[c] = x[0] op ... op x[c]``.
+    """Make the kernel that computes running reductions of each row, such as a cumulative sum.
 
-    `kind` names the operation.
+    ``y[c] = x[0] op ... op x[c]``, in which `kind` names the operation.
     """
     join, _, start = FOLD_OPERATIONS[kind]
     neutral = np.float32(start)
@@ -179,10 +179,10 @@ TOP_K_ARGS = declare_args("rows x step n y pace k")
 
 @kernel
 def top_k(a, thread, threads):
-    """Find the indices of the `k` largest of `n` elements of each row: largest first, equal ones in order, NaN last.
+    """Find the indices of the `k` largest of the `n` elements of each row.
 
-    16 elements are skipped at once if none of them can enter the k. `step` and `pace` are bytes from row to row of x
-    and y.
+    The largest comes first, equal elements keep their order, and NaN is last. 16 elements are skipped at once if all
+    are too small. `step` and `pace` are bytes from row to row of x and y.
     """
     x, step, n, y, pace = TOP_K_ARGS.x(a), TOP_K_ARGS.step(a), TOP_K_ARGS.n(a), TOP_K_ARGS.y(a), TOP_K_ARGS.pace(a)
     k = TOP_K_ARGS.k(a)
@@ -221,7 +221,7 @@ MASK_ARGS = declare_args("positions count cells window y")
 def causal_mask(a, thread, threads):
     """Compute the causal attention mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
 
-    Cells up to the position are visible, within `window` (0: unlimited).
+    A token sees the cells up to its position; with a `window` other than 0, only the last `window` of them.
     """
     cells, window = MASK_ARGS.cells(a), MASK_ARGS.window(a)
     lo, hi = compute_thread_range(MASK_ARGS.count(a), thread, threads)
@@ -234,7 +234,7 @@ def causal_mask(a, thread, threads):
 
 
 def _make_reduction_binding(name: str) -> InstructionBinder:
-    """Make the binding of a reduction of rows: `sum_rows`, `mean` or `reduce`."""
+    """Make the function that binds `sum_rows`, `mean` or `reduce`, which reduce each row to one number."""
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out

@@ -43,11 +43,14 @@ ANGLE_ARGS = declare_args(
 
 @kernel
 def compute_cos_and_sin_tables(a, thread, threads):
-    """Compute the tables of cosines and sines [count, pairs] of int32 `positions`.
+    """Compute the tables of cosines and sines [count, pairs] for `count` int32 positions.
 
-    Positions are in runs of `run`: `run_bytes` and `position_bytes` are the bytes from run to run and from position to
-    position. Each pair has `further` (int64), the bytes to its position; `frequency` (float64); and `divisors`
-    (float32), or 0 for none.
+    Kernel arguments:
+
+    - `run` adjacent positions form a run; `run_bytes` is the bytes from run to run.
+    - `position_bytes` is the bytes from position to position.
+    - `further` (int64) has for each pair the bytes from the first position to its own.
+    - `frequency` (float64) has the frequency of each pair, which is divided by `divisors` (float32; 0 for none).
     """
     run, run_bytes = ANGLE_ARGS.run(a), ANGLE_ARGS.run_bytes(a)
     position_bytes, further = ANGLE_ARGS.position_bytes(a), ANGLE_ARGS.further(a)
@@ -70,10 +73,10 @@ def compute_cos_and_sin_tables(a, thread, threads):
 
 @cache
 def make_rotate_row_pairs(neighbours: bool) -> Subroutine:
-    """Make the subroutine that rotates the pairs of a row by RoPE, from element `offset` on.
+    """Make the subroutine ``(x, y, offset, pairs, cosines, sines)`` that rotates the pairs of a row by RoPE.
 
-    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. The subroutine is
-    ``(x, y, offset, pairs, cosines, sines)``. A pair is adjacent elements (`neighbours`), or elements `pairs` apart.
+    For each pair (l, h): ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is two adjacent
+    elements (`neighbours`), or elements `pairs` apart, from element `offset` on.
     """
 
     def body(x, y, offset, pairs, cosines, sines):
@@ -111,7 +114,7 @@ def make_rope_kernel(neighbours: bool) -> Kernel:
     """Make the RoPE kernel, which rotates the pairs of each row from element `offset` on.
 
     A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. A head may be split into `rows_per_head`
-    rows; `first` is the number of the first row.
+    rows; `first` is the number of the thread's first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
@@ -141,7 +144,8 @@ SCALED_ROTATION_ARGS = make_row_args("x w y", "eps:f32 cosines sines pairs offse
 def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
     """Make the fused kernel of RMS norm and RoPE: ``y = rotate(rms_norm(x) * w)``, from element `offset` on.
 
-    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. `first` is the number of the first row.
+    A pair is two adjacent elements (`neighbours`), or elements `pairs` apart. `first` is the number of the thread's
+    first row.
     """
     rotate_row = make_rotate_row_pairs(neighbours)
 
@@ -235,7 +239,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 
 
 def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_walk`) of a rotation of rows from `x` to `y`; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of the RoPE kernel for rows of `x` and `y`; None if impossible."""
     walk = make_row_walk(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
@@ -263,9 +267,10 @@ def is_rope_supported(call: BoundInstruction) -> bool:
 
 
 def make_rotation_plan(steps: StepTableBuilder, call: BoundInstruction) -> RotationPlan:
-    """Return the rotation plan of a `rope` or `rope_multi`; append a step for cosines and sines unless there is one.
+    """Return the pairs of a `rope` or `rope_multi`, and the tables of their cosines and sines.
 
-    The instruction must satisfy `is_rope_supported`.
+    The step that computes the tables is added unless an earlier step did. The instruction must satisfy
+    `is_rope_supported`.
     """
     pos, factors, multi = call.operand(1), call.optional_operand(2), call.op == "rope_multi"
     half, mode = _int_attribute(call, "n_dims") // 2, str(call.attrs["mode"])
@@ -294,7 +299,7 @@ def _add_cos_and_sin_step(
     frequencies: tuple[npt.NDArray[Any], float],
     plane: npt.NDArray[Any],
 ) -> Sequence[Operand]:
-    """Add the step that computes the cosines and sines of all positions; return both tables.
+    """Add the step that computes the cosines and sines of RoPE for all positions; return both tables.
 
     Args:
         steps: The steps of the program.
@@ -328,7 +333,7 @@ def _add_cos_and_sin_step(
 
 
 def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
-    """Fuse the RMS norm of each head, the multiplication with its weights, and the rotation."""
+    """Fuse the RMS norm of each head, the multiplication by its weights, and the rotation (RoPE)."""
     chain = match_normed_rope(flow, number)
     norm, product, rope = map(flow.bound_instruction, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
@@ -344,7 +349,7 @@ def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
 def _add_norm_and_rotation(
     steps: StepTableBuilder, norm: BoundInstruction, product: BoundInstruction, rope: BoundInstruction
 ) -> None:
-    """Add the fused step of RMS norm, weights and rotation."""
+    """Add the step of an RMS norm with weights, followed by the rotation (RoPE)."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
     def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
@@ -375,7 +380,7 @@ def _add_norm_and_rotation(
 
 
 def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_walk`) of a fused norm and rotation; None if it is impossible."""
+    """Make the loop arguments (`make_row_walk`) of the fused norm and rotation kernel; None if impossible."""
     walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 

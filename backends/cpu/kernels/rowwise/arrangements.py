@@ -34,13 +34,13 @@ BIAS = declare_args("rows columns x x_row bias ids id_bytes experts first routed
 
 @subroutine
 def int32_bits_to_float(x):
-    """Convert int32 lanes to float32; the int32 bits are in float32 lanes."""
+    """Convert int32 lanes to float32; the operand has the int32 bits in lanes of type float32."""
     return to_float(float_to_bits(x))
 
 
 @subroutine
 def float_to_int32_bits(x):
-    """Truncate float32 lanes to int32, and return the int32 bits in a vector of type float32."""
+    """Truncate float32 lanes to int32; the result has the int32 bits in lanes of type float32."""
     return bits_to_float(truncate_to_int(x))
 
 
@@ -55,9 +55,9 @@ CASTS = {
 
 @kernel
 def add_expert_bias(a, thread, threads):
-    """Add the bias of the chosen expert to each row: ``y[i] = x[i] + bias[ids[i] - first]``.
+    """Add to each row the bias of its expert: ``y[i] = x[i] + bias[ids[i] - first]``.
 
-    Rows of experts of other devices are copied without a bias. An id outside all experts stops the run.
+    Rows with an expert on another device are copied without a bias. An id that is no expert stops the run.
     """
     n, experts, first, size = BIAS.columns(a), BIAS.experts(a), BIAS.first(a), BIAS.id_bytes(a)
     low, high = compute_thread_range(BIAS.rows(a), thread, threads)
@@ -79,14 +79,14 @@ def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 def _as_float_elements(operand: Operand) -> Operand:
-    """Return an operand with 32-bit elements as if they were float32, so that kernels over rows can copy them."""
+    """Return a 32-bit operand with type float32 and unchanged bits, so that float kernels can copy it."""
     return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
 
 
 def _bind_repeat(steps: StepTableBuilder, call: BoundInstruction) -> bool:
-    """Add the step of a repeat: copy the operand with stride 0 along repetitions; return False if impossible.
+    """Add the step of a repeat, which copies the operand with stride 0 along repetitions.
 
-    Each repeated axis of the result is split into (repetition, entry).
+    Each repeated axis of the result is split into (repetition, entry). Return False if the kernel cannot do that.
     """
     x, y = call.operand(0), call.out
     if not y.is_float or not x.is_float:

@@ -45,7 +45,7 @@ COMB = declare_args("tokens streams iterations mixes mixes_row scale base y eps:
 
 @cache
 def make_combine_residual_streams_kernel(gated: bool) -> Kernel:
-    """Make the kernel that combines residual streams to one: ``y = scale * sum over h of x[h] * weights[h]``.
+    """Make the kernel that combines several residual streams to one: ``y = scale * sum over h of x[h] * weights[h]``.
 
     If `gated` is true, each element has its own weight: the sigmoid of the number in `weights`.
     """
@@ -107,9 +107,10 @@ def make_update_residual_streams_kernel(mixes: bool) -> Kernel:
 
 @kernel
 def compute_stream_mixing_matrices(a, thread, threads):
-    """Compute the mixing matrices of at most 16 residual streams: a softmax of each row, then Sinkhorn iterations.
+    """Compute the matrices that mix at most 16 residual streams: a softmax of each row, then Sinkhorn iterations.
 
-    An iteration divides by the sums of rows, then by the sums of columns. The first one divides by the sums of columns.
+    An iteration divides by the sums of rows, then by the sums of columns. The first one only divides by the sums of
+    columns.
     """
     n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
     scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n

@@ -34,7 +34,7 @@ def xielu(a, thread, threads):
 
 @subroutine
 def limited_swiglu(gate, up, alpha, limit, offset):
-    """Return SwiGLU with limited operands, ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)``.
+    """Return SwiGLU with limited operands: ``g sigmoid(alpha g) (clip(up, -limit, limit) + offset)``.
 
     The limited gate is ``g = min(gate, limit)``.
     """

@@ -24,7 +24,7 @@ TileOperation = Subroutine | Intrinsic
 class AmxTileOperations:
     """Operations on AMX tile registers, of the processor or emulated.
 
-    The first argument of each operation is `memory`, `amx.TILE_MEMORY_BYTES` of the thread.
+    The first argument of each operation is `memory`, `amx.TILE_MEMORY_BYTES` bytes of scratch of the thread.
 
     Attributes:
         configure: Called with ``(memory)`` first.
@@ -66,7 +66,7 @@ def select_amx_tile_operations() -> AmxTileOperations:
 
 @subroutine
 def do_nothing(memory):
-    """Do nothing and return 0: it stands for `configure` and `release` where tile registers are emulated."""
+    """Do nothing and return 0, as `configure` and `release` of emulated tile registers."""
     return 0
 
 

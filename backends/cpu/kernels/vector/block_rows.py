@@ -1,6 +1,6 @@
 """Cache rows in blocks of 32 numbers, in the layout of ggml: a float16 scale before the codes.
 
-Packed weights have another layout (`products.formats`).
+Packed weights have another layout (`packed.format_table`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def load_16_q4_0_elements(row, c):
 
 
 def _make_expand_cache_blocks(nbytes: int, load: Subroutine) -> Subroutine:
-    """Make the subroutine that expands columns `c` to `n` of a quantised cache row to float32: ``(row, c, n, to)``.
+    """Make the subroutine ``(row, c, n, to)`` that expands columns `c` to `n` of a quantised cache row to float32.
 
-    `c` and `n` are multiples of 32. `nbytes` is the bytes of a block.
+    `c` and `n` are multiples of 32. A block of 32 columns has `nbytes` bytes; `load` loads 16 columns.
     """
 
     def expand(row, c, n, to):
@@ -92,9 +92,9 @@ def reciprocal_or_zero(scale):
 
 @subroutine
 def store_q8_0_cache_block(row, c, x, y):
-    """Quantise 32 elements to Q8_0 and store the block at column `c` of a cache row. The largest magnitude becomes 127.
+    """Quantise 32 elements to Q8_0 and store the block at column `c` of a cache row.
 
-    `x` and `y` are the halves of the block.
+    The vectors `x` and `y` are the halves of the block. The largest magnitude gets the code 127 or -127.
     """
     d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
     block, factor = row + c // BLOCK_ELEMENTS * 34, reciprocal_or_zero(d)
@@ -107,7 +107,7 @@ def store_q8_0_cache_block(row, c, x, y):
 def store_q4_0_cache_block(row, c, x, y):
     """Quantise 32 elements to Q4_0 and store the block at column `c` of a cache row.
 
-    `x` and `y` are the halves of the block. The number with the largest magnitude becomes -8.
+    The vectors `x` and `y` are the halves of the block. The number with the largest magnitude gets the code for -8.
     """
     low, high = splat(lane_min(smaller(x, y))), splat(lane_max(larger(x, y)))
     d = div(where_less(sub(zeros(), low), high, high, low), splat(Q4_0_MIN_CODE))

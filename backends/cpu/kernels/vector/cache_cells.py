@@ -21,7 +21,8 @@ class CacheRowOperations:
         nbytes: Bytes of an element or of a block.
         row_bytes: ``(n)`` returns the bytes of the first `n` elements of a row.
         load_16: ``(row, c)`` loads 16 elements from column c.
-        load_first: ``(row, c, n)`` loads the elements before column n of these, and zeros. Memory behind n is not read.
+        load_first: ``(row, c, n)`` loads up to 16 elements from column c, but only before column n; other lanes are
+            zero. Memory after column n is not read.
         expand_range: ``(row, c, n, to)`` expands columns c to n to float32. It is None if each head converts by itself.
     """
 

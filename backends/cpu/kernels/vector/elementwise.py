@@ -46,7 +46,7 @@ ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WOR
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
-    """Make the arguments of a kernel over rows: `walk` (`make_row_walk`) and `more`.
+    """Make the arguments of a kernel over rows: the loop arguments `walk` (`make_row_walk`), then `more`.
 
     The kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i of operand x), and
     ``ARGS.x_step(a)`` (bytes from element to element).
@@ -64,7 +64,7 @@ load_row_count = subroutine(lambda a: load_argument_word(a, 1) * load_argument_w
 
 
 def _make_compute_row_address(at: int) -> Subroutine:
-    """Make ``(a, i)``: return the address of row `i` of an operand. Its argument words begin at word `at`."""
+    """Make the subroutine ``(a, i)`` that returns the address of row `i` of the operand with arguments at word `at`."""
 
     def compute_row_address(a, i):
         outer, inner = load_argument_word(a, 2), load_argument_word(a, 3)
@@ -83,7 +83,7 @@ def _make_compute_row_address(at: int) -> Subroutine:
 
 
 def _make_load_element_step(at: int) -> Subroutine:
-    """Make ``(a)``: return an operand's bytes from element to element. Its argument words begin at word `at`."""
+    """Make the subroutine ``(a)`` that returns the element stride in bytes of the operand at argument word `at`."""
 
     def load_element_step(a):
         return load_argument_word(a, at + OPERAND_WORDS - 1)
@@ -93,7 +93,7 @@ def _make_load_element_step(at: int) -> Subroutine:
 
 @subroutine
 def load_lanes(p, c, n, step):
-    """Load up to 16 of the `n` elements of a float32 row from column `c` on; repeat its one element if `step` is 0."""
+    """Load up to 16 elements of a float32 row of `n` elements from column `c` on; with `step` 0, its only element."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
@@ -242,7 +242,7 @@ MAX_ROW_ELEMENTS = 2048
 def make_row_walk(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """Make the loop arguments of a row kernel: row length, row counts, addresses, strides; None if impossible.
+    """Make the loop arguments of a kernel over rows: row length, row counts, addresses, strides; None if impossible.
 
     Operands broadcast to `shape`. Adjacent axes merge if all operands allow it; `whole_rows` keeps the last axis.
     `apart` allows strided elements.
@@ -285,7 +285,7 @@ RowKernel = tuple[Kernel, KernelArgs, Mapping[str, int]]
 
 
 def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Operand], out: Operand) -> bool:
-    """Add a step of a row kernel; copy strided operands first; return False if it cannot loop over the rows."""
+    """Add the step of a kernel over rows, after copies of strided operands; False if that is impossible."""
     whole = _make_row_thread_work(of, sources, out)
     if whole is None:
         dense = [_make_dense_scratch(steps, o, k) for k, o in enumerate(sources)]
@@ -310,7 +310,7 @@ def add_row_step(steps: StepTableBuilder, of: RowKernel, sources: Sequence[Opera
 
 
 def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Operand:
-    """Return scratch memory for a dense copy of strided `x`; return `x` if it is dense or cannot be copied."""
+    """Return scratch memory for a dense copy of `x`; return `x` itself if it is dense or cannot be copied."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
     nbytes = x.tensor.spec.nbytes
@@ -345,7 +345,7 @@ def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> 
 
 
 def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Make the loop arguments over whole rows of `x` (or a dense copy) and `y`; return them and `x` or the copy."""
+    """Make the loop arguments over whole rows of `x` and `y`; return them with `x`, or with a dense copy of `x`."""
     for source in (x, _make_dense_scratch(steps, x, 0)):
         walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
@@ -356,7 +356,7 @@ def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tupl
 
 
 def _make_row_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operand) -> ThreadWork | None:
-    """Make the thread work of a kernel over rows; None for empty operands, or for operands that need a copy first."""
+    """Make the work of one thread for a kernel over rows; None if operands are empty or need a copy first."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
