@@ -31,8 +31,7 @@ from ...scheduler import (
 )
 from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware, describe_speed_source
 from ..errors import ModelError
-from ..gguf.reader import MAGIC
-from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
+from ..graph_file import MAX_GRAPH_FILE_BYTES, is_model, read_graph
 from ..inference.device_group import ONE_DEVICE, resolve_devices
 from ..inference.model_layout import OFFLOAD_DEVICE, make_workload
 from ..inference.prefill_chunks import explain_prefill_chunks
@@ -51,18 +50,19 @@ from .shared_flags import (
     device_group_from_flags,
 )
 
+SIMULATE_HELP = "simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file"
+
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(
-        sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH"
+        sub,
+        "GGUF file (only its header is read), a Hugging Face folder, a dumped graph (- is stdin), or a .pt2 or .onnx "
+        "program",
+        "MODEL|GRAPH",
     )
     where = sub.add_mutually_exclusive_group()
     add_device_flags(sub, where)
-    where.add_argument(
-        "--simulate",
-        metavar="SPEC",
-        help="simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file",
-    )
+    where.add_argument("--simulate", metavar="SPEC", help=SIMULATE_HELP)
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     add_cache_flags(sub)
@@ -246,9 +246,7 @@ def read_step_graph(
         ModelError: The file is no model, or the context is too long.
         GraphError: The file is no graph.
     """
-    with open(path, "rb") as file:
-        is_model = file.read(len(MAGIC)) == MAGIC
-    if not is_model:
+    if not is_model(path):
         return read_graph(path), None
     model = open_model(path, header_only=True)
     context = choose_context(model, 0, context)

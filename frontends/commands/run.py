@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ...backends.base import find_device
 from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
+from ...scheduler.ir.formatting import format_devices
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.generate import (
@@ -34,6 +35,7 @@ from ..generation.speculative import (
 )
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
+from ..inference.device_group import resolve_device_name
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
@@ -431,7 +433,7 @@ def format_seed_flag(args: argparse.Namespace) -> str:
 
 
 def format_memory_usage(session: Session) -> str:
-    """Format the bytes in use on each device; several processes also show the weight bytes that each one has read."""
+    """Format the bytes in use on each device, then unused devices, or of several processes the weight bytes read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []
@@ -439,4 +441,9 @@ def format_memory_usage(session: Session) -> str:
         parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
         parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.nread)} of weights")
+    else:
+        used = {str(device) for _, device in session.group}
+        named = [str(find_device(resolve_device_name(name, session.on))[1]) for name in session.on.devices]
+        if unused := [name for name in named if name not in used]:
+            parts.append(f"{format_devices(unused)} left free")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -225,7 +225,7 @@ class PlanBuilder(ShardedPlanBuilder):
         """
         where = split_layers(self.graph, proportions, self.user_pins)
         because = [
-            f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
+            f"layer split; target: {share / sum(proportions):.0%} of the weights and states" for share in proportions
         ]
         because[-1] = last_device_reason or because[-1]
         return self._build_with_pinned_nodes(
