@@ -83,7 +83,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", action="store_true", help="also list all instructions of all devices")
     sub.add_argument("--show", choices=PASS_DUMPS, help="print the result of one pass instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print the differences from this plan in JSON instead")
-    sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted and measured times")
+    sub.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the plan, and print predicted and measured times (weights and inputs of a graph are constant)",
+    )
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="also write the plan as JSON to a file")
 
@@ -112,11 +116,13 @@ def run(args: argparse.Namespace) -> int:
     elif args.show:
         write_to_stdout(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
-        if context is None:
-            raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
-        from ..measure_plan import measure_and_explain_steps
+        from ..measure_plan import measure_and_explain_graph, measure_and_explain_steps
 
-        lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
+        lines = (
+            measure_and_explain_graph(plan)
+            if context is None
+            else measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
+        )
         write_to_stdout("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from ...backends.base import find_device
 from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
-from ...scheduler.ir.formatting import format_devices
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.generate import (
@@ -445,5 +444,5 @@ def format_memory_usage(session: Session) -> str:
         used = {str(device) for _, device in session.group}
         named = [str(find_device(resolve_device_name(name, session.on))[1]) for name in session.on.devices]
         if unused := [name for name in named if name not in used]:
-            parts.append(f"{format_devices(unused)} left free")
+            parts.append(f"{', '.join(unused)} left free")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

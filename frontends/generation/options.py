@@ -65,9 +65,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     """Whether to continue after an end token."""
     grammar: str
-    """Grammar of the text: GBNF of llama.cpp, or Lark; needs ``hocket[grammar]``."""
+    """Grammar of the text: GBNF of llama.cpp, or Lark; needs the package llguidance."""
     json_schema: str | Mapping[str, object]
-    """JSON schema of the text; needs ``hocket[grammar]``."""
+    """JSON schema of the text; needs the package llguidance."""
     schema_lenient: bool
     """Ignore unsupported keywords of the schema with a warning; False: refuse them (True)."""
     context_shift: bool

@@ -68,7 +68,7 @@ def test_a_wrong_grammar_is_reported_in_one_line(model, wrong, message):
 
 def test_without_llguidance_it_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(hocket.ModelError, match=r"pip install hocket\[grammar\]"):
+    with pytest.raises(hocket.ModelError, match=r"pip install -e \"\.\[grammar\]\""):
         Grammar(model.tokenizer, grammar='root ::= "a"')
 
 
