@@ -210,15 +210,16 @@ OTHER_PATHS = {
 }
 
 
+SKIPPED_FOLDERS = {".git", ".build", "__pycache__", "build", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+
+
 @cache
 def list_path_ends() -> tuple[set[str], set[str]]:
     """Return the ends of all paths of the repository, and the names of its folders."""
     ends: set[str] = set()
     folders: set[str] = set()
     for root, inside, names in os.walk(ROOT):
-        inside[:] = [
-            name for name in inside if (name[0] != "." or name == ".ci") and name not in ("__pycache__", "build")
-        ]
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
         folders.update(inside)
         parts = Path(root).relative_to(ROOT).parts
         for name in (*inside, *names):
