@@ -280,7 +280,7 @@ def _format_weight_share_line(devices: Sequence[str], stored_bytes: int, share: 
     return f"{amount}, {off} {kind}, {format_bytes(share)}"
 
 
-def _format_weights(weights: Sequence[str], nbytes: int) -> str:
+def _format_weights(weights: Sequence[str], nbytes: int = 0) -> str:
     """Format weights by the name of the first one, their number and their bytes on the device, if it has any."""
     others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
     return f"%{quote_node_name(weights[0])}{others}" + (f" ({format_bytes(nbytes)})" if nbytes else "")
