@@ -54,7 +54,7 @@ class Model:
     `hocket.ModelError` if a file or an option cannot be used, or if a text is longer than the context.
 
     Args:
-        path: A model file, or `None` for the embedded model.
+        path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
         devices, split_mode, tensor_split, place: The devices and how they share the model, as in `hocket.plan`.
         context, batch: Maximum tokens of a text, and prompt tokens of one run.
         threads: Threads of each device; by default the devices share the processors.

@@ -66,7 +66,7 @@ FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (the small built-in model)", nargs="?")
+    add_model_flags(sub, "GGUF file or Hugging Face folder (the small built-in model)", nargs="?")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")

@@ -13,7 +13,7 @@ from .shared_flags import add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file; only its header is read")
+    add_model_flags(sub, "GGUF file (only its header is read) or Hugging Face folder")
     sub.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize (stdin)")
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS tokens if the model asks for them")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")

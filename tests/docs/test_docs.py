@@ -28,6 +28,7 @@ from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.family import FamilyTraits
 from hocket.ops.page import build_op_reference
+from hocket.scheduler import SPLIT_MODE_NAMES
 from hocket.scheduler.planning import planner
 
 from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
@@ -229,6 +230,7 @@ def list_path_ends() -> tuple[set[str], set[str]]:
 
 
 def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
+    assert tuple(planner.SPLIT_MODES) == SPLIT_MODE_NAMES
     monkeypatch.setattr(planner, "SPLIT_MODES", dict(planner.SPLIT_MODES))
     code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
     space: dict[str, object] = {"print": lambda *_: None}

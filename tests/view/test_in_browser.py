@@ -175,7 +175,9 @@ def test_a_copy_between_devices_has_its_bytes_and_its_route(at):
 def test_the_passes_of_a_layer_can_be_read(at):
     page = at("tensor")
     press(page, "3")
-    for number, words in enumerate(["linear", "sharded", "sharded along axis", "inserted by the planner", " to ", "µs"]):
+    for number, words in enumerate(
+        ["linear", "sharded", "sharded along axis", "inserted by the planner", " to ", "µs"]
+    ):
         click(page, ".passes .steps button", number)
         rows = texts(page, ".passes tbody tr")
         assert len(rows) > 10
