@@ -199,6 +199,7 @@ def _move_listed_names_to_properties(schema: object) -> object:
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
         else _move_listed_names_to_properties(value)
         for key, value in schema.items()
+        if not (key == "uniqueItems" and value is False)  # the default, which llguidance does not know
     }
     patterns, properties = rewritten.get("patternProperties"), rewritten.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(properties, dict):

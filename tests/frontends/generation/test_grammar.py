@@ -127,6 +127,12 @@ def test_a_keyword_that_cannot_be_followed_is_left_out_by_name_or_refused(model,
         text_of(model, json_schema=KEYWORDS[keyword], schema_lenient=False)
 
 
+def test_a_keyword_with_its_default_is_followed(model, recwarn):
+    schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": False, "maxItems": 1}
+    assert json.loads(text_of(model, json_schema=schema, schema_lenient=False)) in ([], [1])
+    assert not recwarn
+
+
 def test_the_command_leaves_keywords_out_on_request(capsys):
     words = ["run", "-p", "It is", "-c", "64", "--temp", "0", "-j", json.dumps(KEYWORDS["uniqueItems"])]
     assert main(words) == 2
