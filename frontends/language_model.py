@@ -118,7 +118,7 @@ class Model:
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
     def generate(self, prompt: str | TokenIds, **options: Unpack[Options]) -> Iterator[str]:
-        """Return an iterator over the text that continues `prompt` (text or tokens), in pieces as they are generated.
+        """Return an iterator over the text that continues `prompt` (text, or token ids ``[tokens]``), in pieces.
 
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'

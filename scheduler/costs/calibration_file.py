@@ -37,7 +37,7 @@ def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hard
     A group with devices of several processes has the built-in speeds here, because all processes need equal speeds.
     """
     if any(device.rank is not None for _, device in group):
-        # all processes need the same plan, but each may have other measurements; see `shared_speeds`
+        # all processes need the same plan, but each may have other measurements; see `rank_speeds`
         return DEFAULT_HARDWARE
     speeds = find_saved_speeds(group)
     return (

@@ -1,7 +1,7 @@
 """Lowering of one graph to a program: the execution order of the nodes, and a buffer location for each value.
 
-1. Insert copies where a kernel or a state update needs them (`strides`, `order`).
-2. Choose the execution order, and the states that are updated in place (`order`).
+1. Insert copies where a kernel or a state update needs them (`strides`, `execution_order`).
+2. Choose the execution order, and the states that are updated in place (`execution_order`).
 3. Ask the backend for groups of nodes that it runs in one kernel, and move the nodes of a group together.
 4. Add the saves of states, so that a failed run can be undone (`undo`).
 5. Choose the values that share memory, and the offset of each value in the arena (`arena`).

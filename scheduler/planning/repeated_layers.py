@@ -2,7 +2,7 @@
 
 A repetition is one repeated layer of the user's deep graph. The short graph keeps one repetition of each kind. The
 shard ranges of the devices recur after some repetitions, so a device has few kinds. Each kind is partitioned, lowered
-and verified once (`verifier.repeating`). The device plans of the deep graph are unrolled from the device plans of the
+and verified once (`verifier.repeats`). The device plans of the deep graph are unrolled from the device plans of the
 short graph at the first access.
 """
 

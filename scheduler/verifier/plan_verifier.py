@@ -55,7 +55,7 @@ def verify_plan(plan: Plan) -> None:
 def find_plan_faults(plan: Plan) -> Iterator[str]:
     """Find all faults of a plan, and yield each as text; a correct plan has none.
 
-    For a plan with repeated layers, the proof of the shortened plan stands for the proof of all layers (`repeating`).
+    For a plan with repeated layers, the proof of the shortened plan stands for the proof of all layers (`repeats`).
     """
     of = find_shortened_graph(plan)
     if of is None:

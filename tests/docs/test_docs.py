@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import textwrap
@@ -32,6 +31,7 @@ from hocket.scheduler import SPLIT_MODE_NAMES
 from hocket.scheduler.planning import planner
 
 from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
+from ..repository.files import list_files
 
 DOCS = ROOT / "docs"
 
@@ -211,22 +211,13 @@ OTHER_PATHS = {
 }
 
 
-SKIPPED_FOLDERS = {".git", ".build", "__pycache__", "build", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
-
-
 @cache
 def list_path_ends() -> tuple[set[str], set[str]]:
-    """Return the ends of all paths of the repository, and the names of its folders."""
-    ends: set[str] = set()
-    folders: set[str] = set()
-    for root, inside, names in os.walk(ROOT):
-        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
-        folders.update(inside)
-        parts = Path(root).relative_to(ROOT).parts
-        for name in (*inside, *names):
-            whole = (*parts, name)
-            ends.update("/".join(whole[i:]) for i in range(len(whole)))
-    return ends, folders
+    """Return the ends of all paths of files and folders of the repository, and the names of its folders."""
+    wholes = {path.relative_to(ROOT) for path in list_files()}
+    folders = {folder for path in wholes for folder in path.parents if folder.name}
+    ends = {"/".join(path.parts[i:]) for path in wholes | folders for i in range(len(path.parts))}
+    return ends, {folder.name for folder in folders}
 
 
 def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):

@@ -12,7 +12,7 @@ So a repetition may follow any other, and the proof of its kind holds for each e
 
 - `find_shortened_graph_faults`: the deep graph is the short graph with more repetitions.
 - `find_repetition_order_faults`: accesses of each device's repetitions (`runs`), and equal collectives.
-- `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
+- `CarriedValueTrace` of `carried_values`: the values of all devices that are carried from repetition to repetition.
 """
 
 from __future__ import annotations

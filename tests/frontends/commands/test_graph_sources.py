@@ -67,7 +67,7 @@ def test_the_plan_of_a_graph_is_measured_with_constant_weights(
     assert {"get_rows", "mul_mat", "silu"} <= measured_ops
 
 
-def test_a_folder_is_planned_dumped_shown_and_checked_like_its_file(tmp_path: Path, capsys: Capture) -> None:
+def test_commands_read_a_folder_like_its_file(tmp_path: Path, capsys: Capture) -> None:
     folder, file = str(write_folder(tmp_path / "tiny")), str(tmp_path / "tiny.gguf")
     assert main(["convert", folder, file]) == 0
     printed = []

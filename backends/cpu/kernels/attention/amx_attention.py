@@ -1,6 +1,6 @@
 """Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax.
 
-SIMD lanes are tokens. Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are
+SIMD lanes are tokens. Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`amx_matrices`): keys are
 rows, values are columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a
 tile. The tile unit computes its scores, vector code its weights, the tile unit its results. While vector code computes
 the weights of one job, the tile unit computes the scores of the next job and the results of the job before. Its

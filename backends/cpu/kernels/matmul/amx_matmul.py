@@ -1,6 +1,6 @@
 """Products of many activation rows with a weight by AMX tiles: bfloat16 terms, float32 sums.
 
-1. Expand some columns of two weight groups, or of one group of each of two weights (`tiled_weights`).
+1. Expand some columns of two weight groups, or of one group of each of two weights (`amx_weights`).
 2. Multiply them with 32 activation rows after another: two activation tiles times two weight tiles.
 3. Keep the four tiles of sums in registers.
 """

@@ -1,4 +1,4 @@
-"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `grids` reads the codes.
+"""Packed weights with code books: the types IQ1, IQ2 and IQ3. `code_books` reads the codes.
 
 Indices, signs and high bits of indices of 32 columns lie in one plane. The scales follow the codes of 256 columns.
 """

@@ -8,7 +8,7 @@ Byte i of the 32-bit lane `row` of a vector of signs has the signs of 8 columns.
 128 bytes. Then the level of a column is moved to its byte and, with the sign, looked up as a code.
 - Other processors gather codes from a table in memory.
 
-An index has more than 8 bits if the code book has more than 256 entries. `shifted_grids` has the types IQ1. Functions
+An index has more than 8 bits if the code book has more than 256 entries. `iq1_codes` has the types IQ1. Functions
 with the parameter `b` emit LLVM IR with that builder; byte vectors have 64 bytes.
 """
 

@@ -5,7 +5,7 @@
 reads memory front to back, which processors prefetch best.
 3. Codes are split into planes of 8, 4, 2 or 1 bits. Byte ``4 * row + k`` of a 64-byte vector holds column ``4 * j + k``
 of the block. `j` counts first the bit fields of a byte, then the vectors.
-4. Code books (`grid_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
+4. Code books (`code_book_formats`) and numbers to base 3 (`ternary_formats`) have planes of their own.
 5. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
 """
 

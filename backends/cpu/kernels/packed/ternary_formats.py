@@ -38,7 +38,7 @@ def load_q2_0_codes(row, c):
 
 @subroutine
 def unpack_base_3_digit(byte, n):
-    """Return base-3 digit (trit) number `n` of a packed byte, most significant digit first (`simd.trits`)."""
+    """Return base-3 digit (trit) number `n` of a packed byte, most significant digit first (`simd.base3_codes`)."""
     for _ in range(n):
         byte = byte * 3 & 255
     return byte * 3 >> 8
