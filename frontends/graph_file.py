@@ -23,7 +23,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 MAX_GRAPH_FILE_BYTES = 1 << 28
 """Maximum bytes of a graph file; the largest model needs a few million."""
 TRACE_MARKERS, TRACE_MARKER_BYTES = (b'"traceEvents"', b'"displayTimeUnit"'), 200
-"""Texts of which a trace has one in its first bytes, and the number of these bytes."""
+"""Texts at the start of a trace; a trace has one of them in the given number of first bytes."""
 STDIN = "-"
 """The name that stands for a graph on stdin."""
 

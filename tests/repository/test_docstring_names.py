@@ -45,7 +45,7 @@ def list_identifiers(node: ast.AST) -> Iterator[str]:
 
 
 def list_unknown_names(source: str) -> list[str]:
-    """List the names in backquotes in the docstrings of a module of which a part is unknown."""
+    """List the unknown names in backquotes in the docstrings of a module."""
     texts = (
         node.value.value
         for node in ast.walk(ast.parse(source))
@@ -65,7 +65,8 @@ def test_docstrings_name_things_that_exist() -> None:
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    assert list_unknown_names('"""`Graph`, `graph.node`, `functools.cache`, `telling`, `graph.no_such_name`, ``x y``."""') == [
+    docstring = "`Graph`, `graph.node`, `functools.cache`, `telling`, `graph.no_such_name`, ``x y``."
+    assert list_unknown_names(f'"""{docstring}"""') == [
         "telling",
         "graph.no_such_name",
     ]
