@@ -38,12 +38,13 @@ def build_op_reference() -> str:
 
 
 def format_families() -> Iterator[str]:
-    """Yield a list of the ops by family; a family is a module."""
+    """Yield a list of the ops by family; a family is a module, described by the first sentence of its docstring."""
     yield "\n## Families\n\n"
     for module in OP_MODULES:
         family = [op.name for op in BUILTIN_OPS.values() if op.reference.__module__ == module.__name__]
-        title = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("``", "`").rstrip(".")
-        yield format_list_item(f"{title}: {', '.join(map(_link_op, family))}.") + "\n"
+        title = " ".join((module.__doc__ or "").split()).partition(". ")[0].replace("``", "`").rstrip(".")
+        names = fill(", ".join(map(_link_op, family)), 120, initial_indent="  * ", subsequent_indent="    ")
+        yield f"* {title}\n{names}\n"
 
 
 def format_other_names() -> Iterator[str]:
