@@ -242,6 +242,14 @@ def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not
         assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
 
 
+def test_the_site_shows_a_pipe_in_the_code_of_a_table_without_a_backslash():
+    code = (DOCS / "site.py").read_text("utf-8").replace("from mkdocs.structure.files import File, Files\n", "")
+    space: dict[str, Any] = {"__name__": "site_hooks", "__file__": str(DOCS / "site.py")}
+    exec(compile(code, "site.py", "exec"), space)
+    assert space["keep_pipes_in_tables"](r"| `S0(1\|2)` | `x` |") == "| <code>S0(1&#124;2)</code> | `x` |"
+    assert space["keep_pipes_in_tables"](r"text `a\|b`") == r"text `a\|b`"
+
+
 def test_the_graphs_on_the_page_of_formats_are_read():
     text = (ROOT / "docs" / "formats.md").read_text("utf-8")
     (dumped,), (as_json,) = re.findall(r"```\n(%x.*?)```", text, re.S), re.findall(r"```json\n(.*?)```", text, re.S)
