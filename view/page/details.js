@@ -46,7 +46,7 @@ class Details {
       el("h3", {}, "Inputs and outputs"), io,
       el("h3", {}, "Weights and states by layout"), this.homes(model), this.weights(model),
       ...this.couldLie(model),
-      el("h3", {}, "Reasons"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device computes everything: there was no choice")),
+      el("h3", {}, "Reasons"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, withMicroseconds(d))), model.plan.decisions.length ? "" : el("li", {}, "one device computes everything: there was no choice")),
       el("h3", {}, "Layouts"), this.legend(),
       el("h3", {}, "The graph"), this.ops(model),
     ];
@@ -102,7 +102,7 @@ class Details {
   /** Placements that would save memory, with what they cost. */
   couldLie(model) {
     const hints = [...new Set(Object.values(model.plan.hinted))];
-    return hints.length ? [el("h3", {}, "What could lie elsewhere"), el("ul", { class: "decisions" }, hints.map((h) => el("li", {}, h)))] : [];
+    return hints.length ? [el("h3", {}, "Weights that could be elsewhere"), el("ul", { class: "decisions" }, hints.map((h) => el("li", {}, withMicroseconds(h))))] : [];
   }
 
   legend() {
@@ -167,13 +167,13 @@ class Details {
   /** What the search decided about the weights and states that nodes read or are, and what was next best. */
   decided(model, nodes) {
     const reasons = nodes.flatMap((n) => [n, ...model.sources(n)]).flatMap((n) => model.plan.decided[n] ?? []);
-    return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, model.plan.decisions[r]))];
+    return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, withMicroseconds(model.plan.decisions[r])))];
   }
 
   /** What would pay if the weights that nodes read or are lay elsewhere. */
   hinted(model, nodes) {
     const hints = nodes.flatMap((n) => [n, ...model.sources(n)]).map((n) => model.plan.hinted[n]).filter(Boolean);
-    return hints.length > 0 && ["hint", ...[...new Set(hints)].map((h) => el("div", {}, h))];
+    return hints.length > 0 && ["hint", ...[...new Set(hints)].map((h) => el("div", {}, withMicroseconds(h)))];
   }
 
   /** The kernels that compute steps, where they are written, and their source where it is short. */

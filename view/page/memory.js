@@ -1,4 +1,4 @@
-// Memory: what each device holds, and what it needs to compute in, step by step.
+// Memory: the bytes that each device holds, and its working memory step by step.
 
 const CHART = { width: 900, height: 120, top: 16, bottom: 16 };
 const KINDS = [["weight", "weights"], ["state", "states"], ["constant", "constants"], ["arena", "working memory"]];
@@ -23,7 +23,7 @@ class MemoryView {
     }, el("span", { class: "name" }, d.name),
     el("span", { class: "stack" }, KINDS.map(([kind]) => d.held[kind] ? el("i", { class: kind, style: { width: `${Math.max(0.6, (100 * d.held[kind]) / maxBytes)}%` } }) : "")),
     el("span", { class: "sum" }, bytesText(storedBytes[n])))));
-    const key = el("p", { class: "key" }, KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)));
+    const key = el("p", { class: "key" }, KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)), el("span", {}, `full width: ${bytesText(maxBytes)}`));
     this.root.replaceChildren(el("div", { class: "holds" }, el("h2", {}, "Memory"), bars, key), this.chart());
   }
 

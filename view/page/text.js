@@ -13,6 +13,8 @@ const secondsText = (s) => {
   const [value, unit] = s < 1e-3 ? [s * 1e6, "µs"] : s < 1 ? [s * 1e3, "ms"] : [s, "s"];
   return `${Number(value.toPrecision(3))} ${unit}`;
 };
+/** A report of the planner with the unit of `secondsText`. */
+const withMicroseconds = (text) => text.replace(/(\d) us\b/g, "$1 µs");
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const shortened = (text, limit) => (text.length > limit ? `${text.slice(0, limit - 1)}…` : text);
 /** A name without its middle: what tells weights apart stands at the end. */
