@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_ha
 from ..errors import ModelError
 from ..graph_file import MAX_GRAPH_FILE_BYTES, is_model, read_graph
 from ..inference.device_group import ONE_DEVICE, resolve_devices
-from ..inference.model_layout import OFFLOAD_DEVICE, make_workload
+from ..inference.model_layout import OFFLOAD_DEVICE, find_lone_hardware, make_workload
 from ..inference.prefill_chunks import explain_prefill_chunks
 from ..inference.session import DEFAULT_BATCH, DeviceGroup
 from ..models import Step
@@ -276,6 +277,7 @@ def make_requested_and_session_plans(
     if simulated is None:
         group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = choose_calibrated_or_built_in_hardware(graph, group)
+        use = None if use is None else replace(use, lone_hardware=find_lone_hardware(on, group, graph))
     else:
         simulation = parse_simulated_group(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)

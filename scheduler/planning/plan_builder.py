@@ -160,7 +160,8 @@ class PlanBuilder(ShardedPlanBuilder):
 
         Devices without work are left out.
         """
-        hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
+        lone = None if self.workload is None else self.workload.lone_hardware
+        hardware = self.hardware if len(self.group) == 1 else lone or self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
         if not self.user_pins and not find_unsupported_nodes([self.graph], [{}], self.group[:1]):

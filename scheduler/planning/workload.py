@@ -28,7 +28,8 @@ class Workload:
     """A workload for which a layout is chosen: `sequence_count` sequences, each with a prompt and new tokens.
 
     `build_graph(sequences, tokens)` returns the graph of a run in which each of `sequences` sequences gets `tokens`
-    tokens. `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
+    tokens. `chunk_sizes` are the token counts, ascending, that a prefill chunk may have. `lone_hardware` has the speeds
+    of the first device if no other device is used; by default it is as fast as while the others are idle.
     """
 
     build_graph: Callable[[int, int], Graph]
@@ -36,6 +37,7 @@ class Workload:
     sequence_count: int = 1
     prompt_tokens: int = 0
     new_tokens: int = 1
+    lone_hardware: Hardware | None = None
 
     def __str__(self) -> str:
         """Describe the workload: ``16 sequences, each of a prompt of 512 tokens and 128 steps``."""
