@@ -125,8 +125,8 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
 def find_lone_hardware(on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS) -> Hardware | None:
     """Find the speeds of the first device for the case that a session uses no other device.
 
-    Without a thread count, such a device gets all processors that the devices of its machine would share. The result
-    is None if it is not known, because the speeds of the group have another origin or belong to several processes.
+    Without a thread count, such a device gets all processors that the devices of its machine would share. Return None
+    if the speeds of the group have another origin, or if it belongs to several processes.
     """
     if on.threads is not None or len(group) == 1 or world.size > 1:
         return None
