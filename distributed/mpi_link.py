@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.errors import BackendError
+from ..graph.errors import BackendError, format_install_hint
 from .packet_link import Packet
 from .presence import AbsentRankDetector
 from .world import Failure, RanksError
 
-INSTALL_HINT = "pip install 'hocket[mpi]'"
+INSTALL_HINT = format_install_hint("mpi")
 PAUSE = 1e-3
 """Seconds between two polls for the arrival of all ranks."""
 

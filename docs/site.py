@@ -8,6 +8,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 LINK_TARGET = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
+CODE_WITH_PIPE, BACKSLASH_PIPE = re.compile(r"`([^`]*\\\|[^`]*)`"), "\\|"
 NUMBERED_STEP = re.compile(r"\d+\. ")
 
 
@@ -62,9 +64,25 @@ def indent_steps(markdown: str) -> str:
     return "\n".join(lines)
 
 
+def keep_pipes_in_tables(markdown: str) -> str:
+    """Return a page with HTML in place of code that has an escaped pipe in a row of a table.
+
+    Python-Markdown would show the backslash, which GitHub removes.
+    """
+
+    def replace_code(code: re.Match[str]) -> str:
+        return f"<code>{escape(code[1]).replace(BACKSLASH_PIPE, '&#124;')}</code>"
+
+    lines = markdown.split("\n")
+    return "\n".join(
+        CODE_WITH_PIPE.sub(replace_code, line) if line.startswith("|") and BACKSLASH_PIPE in line else line
+        for line in lines
+    )
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the text of a page with links to READMEs in place of links to folders; mkdocs calls this hook."""
-    markdown = indent_steps(markdown)
+    markdown = keep_pipes_in_tables(indent_steps(markdown))
 
     def replace_link(link: re.Match[str]) -> str:
         is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()

@@ -30,6 +30,8 @@ def format_commands() -> Iterator[str]:
         parser = build_parser([name])
         (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         yield f"\n## hocket {name}\n\n{purpose}\n"
+        if (more := subparsers.choices[name].epilog) is not None:
+            yield "\n" + textwrap.fill(more, 120) + "\n"
         for group in subparsers.choices[name]._action_groups:
             actions = [a for a in group._group_actions if not {"--help", "--debug"} & {*a.option_strings}]
             if actions:

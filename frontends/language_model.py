@@ -20,12 +20,12 @@ from .adapters import ScaledFile
 from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, SampledToken, StopStringFilter, sample_tokens
-from .generation.options import Options, resolve_options
+from .generation.options import MESSAGES_KIND, OBJECTS_KIND, PROMPT_KIND, Options, resolve_options
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .inference.micro_batches import make_session
 from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling
-from .inference.prefill_chunks import as_token_ids
+from .inference.prefill_chunks import TokenIds, as_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
 from .inference.session_lease import SessionLease
@@ -34,9 +34,6 @@ from .text_limits import require_texts_fit
 
 MAX_IDLE_SESSIONS = 4
 """Maximum idle sessions that are kept for later calls."""
-PROMPT_KIND = TEXT | list_of(ANY, "a sequence of tokens")
-OBJECTS_KIND = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
-MESSAGES_KIND = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
 
 
 @validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
@@ -57,7 +54,7 @@ class Model:
     `hocket.ModelError` if a file or an option cannot be used, or if a text is longer than the context.
 
     Args:
-        path: A model file, or `None` for the embedded model.
+        path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
         devices, split_mode, tensor_split, place: The devices and how they share the model, as in `hocket.plan`.
         context, batch: Maximum tokens of a text, and prompt tokens of one run.
         threads: Threads of each device; by default the devices share the processors.
@@ -120,8 +117,8 @@ class Model:
         self._tokenizer: Tokenizer | None = None
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
-        """Return an iterator over the text that continues `prompt` (text or tokens), in pieces as they are generated.
+    def generate(self, prompt: str | TokenIds, **options: Unpack[Options]) -> Iterator[str]:
+        """Return an iterator over the text that continues `prompt` (text, or token ids ``[tokens]``), in pieces.
 
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'
@@ -129,7 +126,7 @@ class Model:
         return self._generate_text(self._encode_prompt(prompt), resolve_options(options, self.tokenizer))
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
-    def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
+    def tokens(self, prompt: str | TokenIds, **options: Unpack[Options]) -> Iterator[Token]:
         """Return an iterator over the tokens that continue `prompt`, each with its text and its log probability.
 
         The last token may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
@@ -188,7 +185,7 @@ class Model:
         return self._generate_text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT_KIND, "a sequence of prompts"))
-    def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
+    def generate_batch(self, prompts: Sequence[str | TokenIds], **options: Unpack[Options]) -> list[str]:
         """Return the text that continues each of `prompts`. The prompts run together; each text is the same as alone.
 
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
@@ -245,7 +242,10 @@ class Model:
     def _sample(self, ids: list[int], params: GenerationParams) -> Iterator[SampledToken]:
         with self._lease_session() as lease:
             ahead = self._make_decoder(lease, params)
-            yield from sample_tokens(lease.session, [lease.reuse_prefix(ids)], params, known=lease.tokens, ahead=ahead)
+            left = lease.reuse_prefix(ids)
+            for one in sample_tokens(lease.session, [left], params, known=lease.tokens, ahead=ahead):
+                yield one
+                _ = self.session  # raises after `close`
 
     def _open_draft_session(self, path: str | Path) -> Session:
         model = open_model(path)
@@ -273,7 +273,7 @@ class Model:
         )
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
-    def logits(self, prompt: str | Sequence[int]) -> F32:
+    def logits(self, prompt: str | TokenIds) -> F32:
         """Return the logits of a prompt, float32 ``[tokens, vocabulary]``; row i has the logits after token i.
 
         >>> model.logits([1, 2, 3]).shape
@@ -287,7 +287,7 @@ class Model:
         return rows
 
     @validate_arguments(ModelError, text=PROMPT_KIND)
-    def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
+    def score(self, text: str | TokenIds) -> npt.NDArray[np.float64]:
         """Return the natural log probability of each token after the first, float64 ``[tokens - 1]``.
 
         The sum is the score of the text; ``exp(-mean)`` is its perplexity.
@@ -302,7 +302,7 @@ class Model:
         return np.asarray((chosen - row_max)[:, 0] - np.log(np.exp(rows - row_max).sum(-1)))
 
     @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT_KIND, "a sequence of texts"), normalise=BOOL)
-    def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
+    def embed(self, texts: str | Sequence[str | TokenIds], *, normalise: bool = True) -> F32:
         """Return one embedding for each text, float32 ``[texts, width]``, of length 1 if `normalise` is set.
 
         The rows of the last layer are pooled as the file says (mean, first or last token). If the file names no pooling
@@ -347,7 +347,7 @@ class Model:
         """Return the text of token ids; `special` includes control tokens."""
         return self.tokenizer.decode(ids, special=special)
 
-    def _encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+    def _encode_prompt(self, prompt: str | TokenIds) -> list[int]:
         return self.tokenize(prompt) if isinstance(prompt, str) else list(as_token_ids(0, prompt))
 
     @validate_arguments(ModelError, path=instance_of(str, Path))

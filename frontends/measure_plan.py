@@ -11,6 +11,7 @@ import numpy as np
 from ..scheduler import Plan
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds
+from ..scheduler.measurement.calibrate import bind_probe_plan
 from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
 from .errors import ModelError
 from .inference.session import DeviceGroup, Session
@@ -45,6 +46,21 @@ def measure_and_explain_steps(model: Model, on: DeviceGroup, tokens: int, contex
         for _ in range(MEASURED_RUNS):
             run_at_context_end(session, next(tokens_to_run))
     plan = trace.runs[-1].plan
+    seconds = median(run.end - run.start for run in trace.runs)
+    return format_time_comparison(plan, seconds, read_measurements(plan, trace))
+
+
+def measure_and_explain_graph(plan: Plan) -> list[str]:
+    """Measure runs of the plan of a graph, and return a table of predicted and measured times, as lines.
+
+    Weights have constant values, and inputs are zeros.
+    """
+    executor = bind_probe_plan(plan)
+    inputs = {value.node.name: np.zeros(value.shape, value.dtype.storage) for value in plan.graph.inputs}
+    executor.run(inputs)  # compiles and warms up
+    with executor.tracing() as trace:
+        for _ in range(MEASURED_RUNS):
+            executor.run(inputs)
     seconds = median(run.end - run.start for run in trace.runs)
     return format_time_comparison(plan, seconds, read_measurements(plan, trace))
 

@@ -8,6 +8,11 @@ class HocketError(Exception):
     """
 
 
+def format_install_hint(extra: str) -> str:
+    """Return the command that installs an optional dependency of hocket; no package index has hocket."""
+    return f'run python -m pip install -e ".[{extra}]" in a clone of hocket'
+
+
 class GraphError(HocketError):
     """An error in a graph: it breaks a rule about shapes, dtypes, names, node order or state updates."""
 

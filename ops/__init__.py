@@ -130,11 +130,6 @@ from .registry import op_of as op_of
 from .registry import register as register
 from .registry import verify as verify
 
-_NAMES_IN_OTHER_LIBRARIES = {
-    "matmul": "mul_mat", "dot": "mul_mat", "linear": "mul_mat", "embedding": "get_rows", "take": "get_rows",
-}  # fmt: skip
-"""The op of hocket for names that other libraries use."""
-
 _OLD_NAMES = {"Range": "LegalRange", "RULES": "OP_RULES", "exact": "as_reference_array"}
 """Names before 0.2, which packages may use until 0.3."""
 
@@ -148,6 +143,8 @@ def __getattr__(name: str) -> _Any:
     if name in REGISTRY:
         return REGISTRY[name]
     from ..graph.validation import did_you_mean
+    from .other_names import OPS_BY_OTHER_NAME
 
-    hint = did_you_mean(_NAMES_IN_OTHER_LIBRARIES.get(name, name), REGISTRY) or "; `hocket ops` lists all"
+    named = ", then ".join(OPS_BY_OTHER_NAME.get(name, ()))
+    hint = f"; use {named}" if named else did_you_mean(name, REGISTRY) or "; `hocket ops` lists all"
     raise AttributeError(f"there is no op {name!r}{hint}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, format_attribute
 from .declaration.op import Op
-from .registry import REGISTRY
+from .other_names import OPS_BY_OTHER_NAME
+from .registry import BUILTIN_OPS, OP_MODULES, REGISTRY
 
 HEAD = """# Ops
 
@@ -31,7 +33,29 @@ A signature names the axes of operands and results:
 
 def build_op_reference() -> str:
     """Return the reference page of all ops as Markdown."""
-    return HEAD + "".join("\n" + "\n".join(format_op_section(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+    sections = ("\n" + "\n".join(format_op_section(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+    return "".join([HEAD, *format_families(), *format_other_names(), *sections])
+
+
+def format_families() -> Iterator[str]:
+    """Yield a list of the ops by family; a family is a module, described by the first sentence of its docstring."""
+    yield "\n## Families\n\n"
+    for module in OP_MODULES:
+        family = [op.name for op in BUILTIN_OPS.values() if op.reference.__module__ == module.__name__]
+        title = " ".join((module.__doc__ or "").split()).partition(". ")[0].replace("``", "`").rstrip(".")
+        names = fill(", ".join(map(_link_op, family)), 120, initial_indent="  * ", subsequent_indent="    ")
+        yield f"* {title}\n{names}\n"
+
+
+def format_other_names() -> Iterator[str]:
+    """Yield a table of names of NumPy and PyTorch, with the ops of hocket."""
+    yield "\n## Names of NumPy and PyTorch\n\n| NumPy, PyTorch | ops |\n|---|---|\n"
+    for ops, names in groupby(OPS_BY_OTHER_NAME, OPS_BY_OTHER_NAME.__getitem__):
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {', then '.join(map(_link_op, ops))} |\n"
+
+
+def _link_op(name: str) -> str:
+    return f"[{name}](#{name})"
 
 
 def format_op_section(op: Op[Any]) -> Iterator[str]:

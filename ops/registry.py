@@ -23,13 +23,14 @@ from .recurrent import gated_delta_net, linear_attention
 from .reduction import norms, reductions, sorting
 
 R = TypeVar("R", Value, tuple[Value, Value])
-_MODULES = (
+OP_MODULES = (
     *(views, binary, unary, activations, gated_units, norms, reductions, sorting, matmul, rows, arrange),
     *(triangular, generators, comparisons, integers, gather_scatter, sliding_windows),
     *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer, collectives),
 )
+"""The modules with the ops of hocket, one for each family."""
 
-BUILTIN_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
+BUILTIN_OPS = {op.name: op for module in OP_MODULES for op in vars(module).values() if isinstance(op, Op)}
 """The ops of hocket by name."""
 ENTRY_POINT_GROUP = "hocket.ops"
 """The entry-point group of ops of other packages; the name of an entry is the name of its op."""

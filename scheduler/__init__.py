@@ -1,7 +1,8 @@
 """The backend scheduler: plan a graph for a group of devices, verify the plan, run the plan, and report on it.
 
-`planning` builds a `Plan` from the decisions of `sharding` and the programs of `lowering`. `verifier` proves the plan,
-`runtime` runs it, and `reports` describes it as text and JSON. This module exports the names that other folders use.
+`planning` builds a `Plan` from the decisions of `sharding` and the programs of `lowering`, with the prices of `costs`.
+`verifier` proves the plan, `runtime` runs it, and `reports` describes it. This module exports the names that other
+folders use.
 """
 
 from importlib import import_module

@@ -163,6 +163,7 @@ def _build_workload_key(workload: Workload) -> object:
     return (
         str(workload),
         workload.chunk_sizes,
+        workload.lone_hardware,
         [graph.digest() for graph in (workload.build_graph(workload.sequence_count, 1), workload.balanced_graph)],
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...graph.errors import BackendError
+from ...graph.errors import BackendError, format_install_hint
 from ..base import Array, Device, Tensor
 from ..call_once import call_once
 from ..capabilities import PredictedSpeeds
@@ -45,7 +45,7 @@ from .device.host_transfers import DeviceArray, HostTransfers, convert_cuda_erro
 from .device.nccl import load_nccl
 from .predicted_speeds import load_predicted_speeds
 
-CUPY_INSTALL_HINT = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
+CUPY_INSTALL_HINT = f"{format_install_hint('cuda13')} (cuda12 for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """The number of this CUfunction_attribute."""
 PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3

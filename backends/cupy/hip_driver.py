@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...graph.errors import BackendError
+from ...graph.errors import BackendError, format_install_hint
 from ..base import Device
 from ..capabilities import PredictedSpeeds
 from .backend import DriverBackend
@@ -23,7 +23,7 @@ class HipDriver(CudaDriver):
     """The driver of this machine's AMD devices."""
 
     kind = "hip"
-    install = f"pip install hocket[rocm], beside ROCm 7; {UNTESTED_NOTE}"
+    install = f"{format_install_hint('rocm')}, beside ROCm 7; {UNTESTED_NOTE}"
     library_name = "RCCL"
     is_hip, can_overlap_collectives = True, False
 

@@ -8,7 +8,7 @@
 - `ExpertSum`: ``mul_mat_id``, and the ``mul_mat`` with expert weights that adds the results of the experts.
 - `ExpertSumWithShared`: the same, and ``add`` of another product, optionally multiplied by a ``sigmoid``.
 - `SavedStateUpdate`: a save and the update of the state: ``get_rows``, ``set_rows``; or ``cont``, ``gated_delta_net``.
-- `ShortConvolution`: ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state.
+- `ShortConvolutionPattern`: ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and a save of the state.
 
 A pattern is a tuple of instruction numbers. Each function begins at one instruction and follows the readers and
 producers of values. It raises `NoKernelError` if the pattern does not match, or if an instruction outside reads a value

@@ -42,16 +42,13 @@ def collect_model_cases(path: Path, tokens: Iterable[int] = (1, 32), cells: int 
     Raises:
         ModelError: the file is no model.
     """
-    from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
-    from ...frontends.graph_file import ZIP_MAGIC, read_graph
-    from ...frontends.models import load_model
+    from ...frontends.graph_file import is_program, read_graph  # the only use of frontends here, when asked for
     from ...frontends.models.inputs.step import Step
+    from ...frontends.open_model import open_model
 
-    with open(path, "rb") as file:
-        is_program = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC or str(path).lower().endswith(".onnx")
-    if is_program:
+    if is_program(str(path)):
         return collect_graph_cases(read_graph(str(path)))
-    model = load_model(open_gguf(path, header_only=True))
+    model = open_model(path, header_only=True)
     context = min(cells, model.context_length)
     cases: dict[Case, None] = {}
     for count in tokens:

@@ -22,6 +22,10 @@ CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
+    sub.epilog = (
+        "It takes some minutes, and about one minute with --quick. Other processes make the measured speeds too low. "
+        "It measures cpu:0 alone, and cpu:0 with cpu:1; plans for more devices use built-in speeds."
+    )
     kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
         "--quick",

@@ -19,7 +19,9 @@ DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (only its header is read), or a dumped graph", "MODEL|GRAPH")
+    add_model_flags(
+        sub, "GGUF file (only its header is read), a Hugging Face folder, or a dumped graph (- is stdin)", "MODEL|GRAPH"
+    )
     sub.add_argument(
         "--format", choices=DUMP_FORMATS, default="text", help="output format; hocket can read text and json (text)"
     )

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +32,9 @@ from ...scheduler import (
 )
 from ...scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware, describe_speed_source
 from ..errors import ModelError
-from ..gguf.reader import MAGIC
-from ..graph_file import MAX_GRAPH_FILE_BYTES, read_graph
+from ..graph_file import MAX_GRAPH_FILE_BYTES, is_model, read_graph
 from ..inference.device_group import ONE_DEVICE, resolve_devices
-from ..inference.model_layout import OFFLOAD_DEVICE, make_workload
+from ..inference.model_layout import OFFLOAD_DEVICE, find_lone_hardware, make_workload
 from ..inference.prefill_chunks import explain_prefill_chunks
 from ..inference.session import DEFAULT_BATCH, DeviceGroup
 from ..models import Step
@@ -51,18 +51,19 @@ from .shared_flags import (
     device_group_from_flags,
 )
 
+SIMULATE_HELP = "simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file"
+
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
     add_model_flags(
-        sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH"
+        sub,
+        "GGUF file (only its header is read), a Hugging Face folder, a dumped graph (- is stdin), or a .pt2 or .onnx "
+        "program",
+        "MODEL|GRAPH",
     )
     where = sub.add_mutually_exclusive_group()
     add_device_flags(sub, where)
-    where.add_argument(
-        "--simulate",
-        metavar="SPEC",
-        help="simulated devices, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a .toml file",
-    )
+    where.add_argument("--simulate", metavar="SPEC", help=SIMULATE_HELP)
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     add_cache_flags(sub)
@@ -83,7 +84,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--steps", action="store_true", help="also list all instructions of all devices")
     sub.add_argument("--show", choices=PASS_DUMPS, help="print the result of one pass instead of the explanation")
     sub.add_argument("--diff", metavar="PLAN", help="print the differences from this plan in JSON instead")
-    sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted and measured times")
+    sub.add_argument(
+        "--measure",
+        action="store_true",
+        help="run the plan, and print predicted and measured times (weights and inputs of a graph are constant)",
+    )
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="also write the plan as JSON to a file")
 
@@ -112,11 +117,13 @@ def run(args: argparse.Namespace) -> int:
     elif args.show:
         write_to_stdout(PASS_DUMPS[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
-        if context is None:
-            raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
-        from ..measure_plan import measure_and_explain_steps
+        from ..measure_plan import measure_and_explain_graph, measure_and_explain_steps
 
-        lines = measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
+        lines = (
+            measure_and_explain_graph(plan)
+            if context is None
+            else measure_and_explain_steps(open_model(args.model), on, tokens, args.context)
+        )
         write_to_stdout("\n".join([f"speeds: {describe_speed_source(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
@@ -246,9 +253,7 @@ def read_step_graph(
         ModelError: The file is no model, or the context is too long.
         GraphError: The file is no graph.
     """
-    with open(path, "rb") as file:
-        is_model = file.read(len(MAGIC)) == MAGIC
-    if not is_model:
+    if not is_model(path):
         return read_graph(path), None
     model = open_model(path, header_only=True)
     context = choose_context(model, 0, context)
@@ -272,6 +277,7 @@ def make_requested_and_session_plans(
     if simulated is None:
         group, host = resolve_devices(on), HostOffload(*find_device(OFFLOAD_DEVICE))
         hardware = choose_calibrated_or_built_in_hardware(graph, group)
+        use = None if use is None else replace(use, lone_hardware=find_lone_hardware(on, group, graph))
     else:
         simulation = parse_simulated_group(simulated)
         group, hardware = list(simulation.group), simulation.hardware_for(graph)

@@ -34,6 +34,7 @@ from ..generation.speculative import (
 )
 from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
+from ..inference.device_group import resolve_device_name
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
@@ -65,7 +66,7 @@ FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (the small built-in model)", nargs="?")
+    add_model_flags(sub, "GGUF file or Hugging Face folder (the small built-in model)", nargs="?")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue; - is stdin")
@@ -431,7 +432,7 @@ def format_seed_flag(args: argparse.Namespace) -> str:
 
 
 def format_memory_usage(session: Session) -> str:
-    """Format the bytes in use on each device; several processes also show the weight bytes that each one has read."""
+    """Format the bytes in use on each device, then unused devices, or of several processes the weight bytes read."""
     store, world = session.store, session.world
     local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []
@@ -439,4 +440,9 @@ def format_memory_usage(session: Session) -> str:
         parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
         parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.nread)} of weights")
+    else:
+        used = {str(device) for _, device in session.group}
+        named = [str(find_device(resolve_device_name(name, session.on))[1]) for name in session.on.devices]
+        if unused := [name for name in named if name not in used]:
+            parts.append(f"{', '.join(unused)} left free")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...graph.errors import format_install_hint
 from ...scheduler import describe_memory_problem
 from ..errors import ModelError
 from ..generation.sampling import Sampling
@@ -60,7 +61,7 @@ QUEUE_PER_SLOT = 4
 MAX_PORT = 65535
 GC_THRESHOLD_OBJECTS = 10_000
 """The number of new objects after which a server searches for garbage cycles; a search takes about a millisecond."""
-MISSING_EXTRA_ERROR = "hocket serve needs starlette, uvicorn and msgspec; run pip install 'hocket[server]'"
+MISSING_EXTRA_ERROR = f"hocket serve needs starlette, uvicorn and msgspec; {format_install_hint('server')}"
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:

@@ -40,7 +40,7 @@ EXACT_HELP = (
 
 
 def add_model_flags(
-    sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
+    sub: argparse.ArgumentParser, help: str = "GGUF file or Hugging Face folder", metavar: str = "MODEL", **options: Any
 ) -> None:
     """Add the argument for the model file, which may stand alone or after ``-m`` as in llama.cpp.
 

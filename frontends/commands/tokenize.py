@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..open_model import open_model_file
@@ -12,8 +13,8 @@ from .shared_flags import add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file; only its header is read")
-    sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
+    add_model_flags(sub, "GGUF file (only its header is read) or Hugging Face folder")
+    sub.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize (stdin)")
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS tokens if the model asks for them")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
     sub.add_argument("--json", action="store_true", help="print a list of ids")
@@ -21,7 +22,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_from_metadata(open_model_file(args.model, header_only=True).metadata)
-    ids = tokenizer.encode(args.prompt, add_special=args.add_special, parse_special=args.parse_special)
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    ids = tokenizer.encode(text, add_special=args.add_special, parse_special=args.parse_special)
     if args.json:
         write_to_stdout(json.dumps(ids) + "\n")
     else:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
+from ..graph_file import STDIN
 from ..inference.session import DEFAULT_BATCH
 from ..terminal.output import write_line_to_stderr
-from .plan import make_requested_and_session_plans, make_session_workload, read_plan, read_step_graph
+from .plan import SIMULATE_HELP, make_requested_and_session_plans, make_session_workload, read_plan, read_step_graph
 from .shared_flags import (
     add_batch_flag,
     add_cache_flags,
@@ -26,11 +27,15 @@ PLAN_MARKER_BYTES = 200
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
-    add_model_flags(sub, "GGUF file (only its header is read), dumped graph, or plan in JSON", "MODEL|GRAPH|PLAN")
+    add_model_flags(
+        sub,
+        "GGUF file (only its header is read), Hugging Face folder, dumped graph (- is stdin), or plan in JSON",
+        "MODEL|GRAPH|PLAN",
+    )
     sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the name of the model with .html)")
     where = sub.add_mutually_exclusive_group()
     add_device_flags(sub, where)
-    where.add_argument("--simulate", metavar="SPEC", help="simulated devices, as h200:8,nvlink or rtx3090:2")
+    where.add_argument("--simulate", metavar="SPEC", help=SIMULATE_HELP)
     where.add_argument("--graph", action="store_true", help="the graph alone, without a plan")
     add_context_flag(sub)
     add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
@@ -46,7 +51,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    name = Path(args.model).name
+    name = "graph" if args.model == STDIN else Path(args.model).name
     page = build_page(args, name)
     out = args.out or f"{Path(name).stem}.html"
     page.save(out)
@@ -85,6 +90,8 @@ def build_page(args: argparse.Namespace, title: str) -> Page:
 
 def is_plan_file(path: str) -> bool:
     """Return whether a file is a plan in JSON: the marker of plans is in its first bytes."""
+    if path == STDIN or Path(path).is_dir():
+        return False
     with open(path, "rb") as file:
         start = file.read(PLAN_MARKER_BYTES)
     return start.lstrip().startswith(b"{") and b'"hocket-plan-' in start

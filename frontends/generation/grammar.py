@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import format_install_hint
 from ..errors import ModelError
 from ..gguf.tokenization.special_tokens import CONTROL, UNKNOWN
 from ..gguf.tokenization.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ class Grammar:
         try:
             import llguidance
         except ImportError:
-            raise ModelError("grammars need llguidance; run pip install hocket[grammar]") from None
+            raise ModelError(f"grammars need llguidance; {format_install_hint('grammar')}") from None
         compiler: Any = llguidance.LLMatcher
         ends = sorted(tokenizer.eos_ids) or None
         words = _LlguidanceTokenizer(tokenizer)
@@ -198,6 +199,7 @@ def _move_listed_names_to_properties(schema: object) -> object:
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
         else _move_listed_names_to_properties(value)
         for key, value in schema.items()
+        if not (key == "uniqueItems" and value is False)  # the default, which llguidance does not know
     }
     patterns, properties = rewritten.get("patternProperties"), rewritten.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(properties, dict):

@@ -9,8 +9,11 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import numpy as np
+
 from ...graph.old_names import make_module_getattr
 from ...graph.validation import (
+    ANY,
     BOOL,
     NONE,
     TEXT,
@@ -26,6 +29,10 @@ from ..gguf.tokenization.tokenizer import Tokenizer
 from .generate import GenerationParams
 from .grammar import Grammar
 from .sampling import Sampling
+
+PROMPT_KIND = TEXT | list_of(ANY, "a sequence of tokens") | instance_of(np.ndarray)
+OBJECTS_KIND = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
+MESSAGES_KIND = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
 
 
 class Options(TypedDict, total=False):
@@ -58,9 +65,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     """Whether to continue after an end token."""
     grammar: str
-    """Grammar of the text: GBNF of llama.cpp, or Lark; needs ``hocket[grammar]``."""
+    """Grammar of the text: GBNF of llama.cpp, or Lark; needs the package llguidance."""
     json_schema: str | Mapping[str, object]
-    """JSON schema of the text; needs ``hocket[grammar]``."""
+    """JSON schema of the text; needs the package llguidance."""
     schema_lenient: bool
     """Ignore unsupported keywords of the schema with a warning; False: refuse them (True)."""
     context_shift: bool

@@ -230,8 +230,11 @@ def _read_version(cursor: Cursor) -> int:
     if start != MAGIC:
         if cursor.file.data[: len(LFS_PREFIX)] == LFS_PREFIX:
             raise cursor.file.make_error("is a git-lfs pointer, not the model itself", "run git lfs pull in its folder")
+        if cursor.file.path.suffix == ".safetensors":
+            raise cursor.file.make_error("is a safetensors file", "give its folder, which has config.json")
         raise cursor.file.make_error(
-            f"is no GGUF file: starts with {start!r}, need {MAGIC!r}", "convert the model to GGUF"
+            f"is no GGUF file: starts with {start!r}, need {MAGIC!r}",
+            "give a GGUF file, or a Hugging Face folder with config.json",
         )
     cursor.skip(len(MAGIC))
     version = cursor.read_u32()

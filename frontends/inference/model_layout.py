@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ...distributed import World
+from ...distributed import SINGLE_PROCESS, World
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
@@ -20,6 +20,7 @@ from .prefill_chunks import compute_chunk_sizes
 
 if TYPE_CHECKING:
     from ...scheduler import Workload
+    from ...scheduler.costs.hardware import Hardware
     from ...scheduler.lowering.device_plan import Devices
 
 OFFLOAD_DEVICE = "cpu:0"
@@ -70,7 +71,10 @@ def plan_model_layout(
         return graph_of(replace(first_step, sequences=sequences, tokens=tokens, outputs=sequences, cells=cells))
 
     use = (
-        make_workload(graph_with, first_step.sequences, first_step.context)
+        replace(
+            make_workload(graph_with, first_step.sequences, first_step.context),
+            lone_hardware=find_lone_hardware(on, asked, one, world),
+        )
         if can_pipeline and on.split_mode == "auto" and len(asked) > 1
         else None
     )
@@ -116,6 +120,19 @@ def make_workload(graph_of: Callable[[int, int], Graph], sequences: int, context
 
     prompt = min(ASSUMED_PROMPT_TOKENS, context)
     return Workload(cache(graph_of), compute_chunk_sizes(prompt), sequences, prompt, ASSUMED_NEW_TOKENS)
+
+
+def find_lone_hardware(on: DeviceGroup, group: Devices, graph: Graph, world: World = SINGLE_PROCESS) -> Hardware | None:
+    """Find the speeds of the first device for the case that a session uses no other device.
+
+    Without a thread count, such a device gets all processors that the devices of its machine would share. Return None
+    if the speeds of the group have another origin, or if it belongs to several processes.
+    """
+    if on.threads is not None or len(group) == 1 or world.size > 1:
+        return None
+    lone = resolve_devices(replace(on, devices=(str(group[0][1]),)), world)
+    alone, together = (agree_on_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group))
+    return alone if alone.source == together.source else None
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[LoadProgress], None] | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ MIN_CHUNK_TOKENS = 64
 CHUNK_SIZE_QUARTERS = (4, 6)
 """Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size needs a plan, so there are few."""
 
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]]"
+"""Token ids of a text: a sequence of integers, or an integer array ``[tokens]``."""
 PrefillChunk = Sequence[list[int]]
 """New tokens of each sequence that run together; an idle sequence has an empty list."""
 
@@ -258,7 +261,7 @@ def join_chunk_rows(
     return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else idle_rows for rows in rows_of]
 
 
-def as_token_ids(sequence: int, tokens: Sequence[int]) -> list[int]:
+def as_token_ids(sequence: int, tokens: TokenIds) -> list[int]:
     """Return the tokens from a caller as a list of integers; `sequence` names them in messages.
 
     Raises:

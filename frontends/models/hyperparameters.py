@@ -1,4 +1,4 @@
-"""The hyperparameters of a model, layer by layer; module `reading` reads them from a file."""
+"""The hyperparameters of a model, layer by layer; `read_hyperparameters` reads them from a file."""
 
 from __future__ import annotations
 

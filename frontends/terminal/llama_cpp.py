@@ -123,8 +123,8 @@ MODEL_FLAGS = f"""
 -gaw --grp-attn-w: hocket has no self-extend; a context as long as the model's is -c 0
 -kvo --kv-offload: caches are on the device of their layer; leave it out
 -dt --defrag-thold: caches have no holes; leave it out
--np --parallel: generate_batch of hocket.Model runs several texts at once; hocket bench -np measures it
--ns --sequences: generate_batch of hocket.Model runs several texts at once; hocket bench -np measures it
+-np --parallel: hocket serve -np answers several requests at once, and so does generate_batch of hocket.Model
+-ns --sequences: hocket serve -np answers several requests at once, and so does generate_batch of hocket.Model
 --check-tensors: hocket check --from-graph MODEL checks every kernel of a model
 --override-kv: metadata come from the file; change them there (gguf-py's gguf-set-metadata)
 --lora-scaled: the flag is --lora FILE:SCALE
@@ -168,7 +168,7 @@ CLI_FLAGS = f"""
 -st --single-turn: give the message with --chat and -p or -f; one answer follows
 -i --interactive: the flag is --chat; messages are typed on a terminal
 -if --interactive-first: the flag is --chat; messages are typed on a terminal
--mli --multiline-input: give a message of several lines with --chat -f FILE, or pipe it in
+-mli --multiline-input: in --chat, Alt+Enter begins a new line, and pasted lines are one message
 -sysf --system-prompt-file: the shell reads a file, as -sys "$(cat FILE)"
 -jf --json-schema-file: the shell reads a file, as -j "$(cat FILE)"
 --no-context-shift: leave it out; a full context ends the text unless --context-shift is given
@@ -329,7 +329,7 @@ PROGRAM_REMEDIES = {
     "llama-imatrix": "hocket quantize --imatrix reads a matrix; llama-imatrix makes one",
     "llama-gguf-split": "hocket reads split files; llama-gguf-split writes them",
     "llama-export-lora": "hocket run --lora FILE applies an adapter; llama-export-lora writes a model",
-    "convert_hf_to_gguf": "hocket reads GGUF; convert_hf_to_gguf.py of llama.cpp writes it",
+    "convert_hf_to_gguf": "use hocket convert FOLDER OUT.gguf; all commands that run a model take such folders, too",
 }
 """The remedy for each program of llama.cpp."""
 PROGRAM_SYNONYMS = {

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...graph.errors import format_install_hint
 from ..errors import ModelError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def read_program(path: str) -> ExportedProgram:
     except ModelError:
         raise
     except ImportError as why:
-        raise ModelError(f"{path}: needs a newer PyTorch ({why}); pip install hocket[torch]") from None
+        raise ModelError(f"{path}: needs a newer PyTorch ({why}); {format_install_hint('torch')}") from None
     except Exception as why:  # a damaged file gives errors of many kinds, of PyTorch, JSON and zip files
         first = str(why).strip().partition("\n")[0]
         raise ModelError(f"{path}: cannot be read: {type(why).__name__}: {first:.200}") from None

@@ -1,4 +1,4 @@
-"""The arena planner: it turns lifetimes of values into byte offsets in the arena of a device.
+"""The arena planner: values with disjoint lifetimes share memory; it assigns byte offsets in the arena of a device.
 
 Values with overlapping lifetimes get disjoint bytes. The method is best fit. At its first step, a value takes the
 smallest free gap that is large enough, or bytes at the end of the arena. At a step with several values the largest

@@ -161,7 +161,8 @@ class PlanBuilder(ShardedPlanBuilder):
         A node must run elsewhere if a placement rule says so, or if the first device does not support it. Devices
         without work are left out.
         """
-        hardware = self.hardware if len(self.group) == 1 else self.hardware.solo_hardware
+        lone = None if self.workload is None else self.workload.lone_hardware
+        hardware = self.hardware if len(self.group) == 1 else lone or self.hardware.solo_hardware
         first = PlanBuilder(self.graph, self.group[:1], (), hardware)
         first.unrepeated_reasons, first.repeated_layers = self.unrepeated_reasons, self.repeated_layers
         if not self.user_pins and not find_unsupported_nodes([self.graph], [{}], self.group[:1]):
@@ -229,7 +230,7 @@ class PlanBuilder(ShardedPlanBuilder):
         """
         where = split_layers(self.graph, proportions, self.user_pins)
         because = [
-            f"layer split, with {share / sum(proportions):.0%} of the weights and states" for share in proportions
+            f"layer split; target: {share / sum(proportions):.0%} of the weights and states" for share in proportions
         ]
         because[-1] = last_device_reason or because[-1]
         return self._build_with_pinned_nodes(

@@ -31,7 +31,7 @@ from ...graph.validation import (
 from ...ops import verify
 from ...ops.collectives import COLLECTIVES
 from ..costs.hardware import DEFAULT_HARDWARE, Hardware
-from ..ir.execution_plan import SPLIT_MODE_NAMES, HostOffload, Plan
+from ..ir.execution_plan import HostOffload, Plan
 from ..lowering.device_plan import DEVICES_KIND, Devices
 from ..sharding.pins import PlacementRules
 from ..verifier.plan_verifier import verify_plan
@@ -165,15 +165,14 @@ def plan_for_group(
     return new_plan
 
 
-SPLIT_MODE_BUILDERS = (
-    PlanBuilder.build_on_first_device,
-    PlanBuilder.build_layer_split,
-    PlanBuilder.build_tensor_parallel,
-    PlanBuilder.build_hybrid,
-    choose_auto_plan,
-)
-SPLIT_MODES: Mapping[str, SplitModeBuilder] = dict(zip(SPLIT_MODE_NAMES, SPLIT_MODE_BUILDERS, strict=True))
-"""The split modes by name. Each function plans a graph for several devices."""
+SPLIT_MODES: Mapping[str, SplitModeBuilder] = {
+    "none": PlanBuilder.build_on_first_device,
+    "layer": PlanBuilder.build_layer_split,
+    "tensor": PlanBuilder.build_tensor_parallel,
+    "layer,tensor": PlanBuilder.build_hybrid,
+    "auto": choose_auto_plan,
+}
+"""The split modes by name, in the order of `SPLIT_MODE_NAMES`. Each function plans a graph for several devices."""
 
 
 def _select_devices_of_earlier_plan(like: Plan, graph: Graph, group: Devices) -> Devices:

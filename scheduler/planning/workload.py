@@ -31,6 +31,8 @@ class Workload:
     - `build_graph(sequences, tokens)` returns the graph of a run that gives each sequence `tokens` tokens.
     - `chunk_sizes` are the token counts, ascending, that a prefill chunk may have.
     - `prompt_tokens` and `new_tokens` count the tokens of each sequence.
+    - `lone_hardware` has the speeds of the first device if no other device is used. By default the device is as fast as
+      while the others are idle.
     """
 
     build_graph: Callable[[int, int], Graph]
@@ -38,6 +40,7 @@ class Workload:
     sequence_count: int = 1
     prompt_tokens: int = 0
     new_tokens: int = 1
+    lone_hardware: Hardware | None = None
 
     def __str__(self) -> str:
         """Describe the workload: ``16 sequences, each of a prompt of 512 tokens and 128 steps``."""

@@ -75,8 +75,7 @@ class WeightBalance:
         ]
         first, rest = self.causes[:MAX_LISTED_CAUSES], self.causes[MAX_LISTED_CAUSES:]
         rows = [
-            (cause.excess_bytes, f"{_format_weights(cause.weights)} ({format_bytes(cause.nbytes)}) {cause.reason}")
-            for cause in first
+            (cause.excess_bytes, f"{_format_weights(cause.weights, cause.nbytes)} {cause.reason}") for cause in first
         ]
         if rest:
             count, nbytes = sum(len(cause.weights) for cause in rest), sum(cause.nbytes for cause in rest)
@@ -84,7 +83,18 @@ class WeightBalance:
         sized = [("-" if over < 0 else "+") + format_bytes(abs(over)) for over, _ in rows]
         width = max(map(len, sized), default=0)
         cause_lines = (f"  {size:>{width}}  {text}" for size, (_, text) in zip(sized, rows, strict=True))
-        return [f"{'; '.join(heads)}:", *cause_lines]
+        return [f"{'; '.join(heads)}{self._format_explained_device()}:", *cause_lines]
+
+    def _format_explained_device(self) -> str:
+        """Format the device that the causes explain, as ``; on cpu:0``; empty if all devices have the same bytes."""
+        if len({*zip(self.stored_bytes, self.share_bytes, strict=True)}) == 1:
+            return ""
+        return f"; on {self.device_names[find_fullest_device(self.stored_bytes, self.share_bytes)]}"
+
+
+def find_fullest_device(stored_bytes: Sequence[int], share_bytes: Sequence[float]) -> int:
+    """Return the index of the device with the most bytes of weights, relative to its share."""
+    return max(range(len(stored_bytes)), key=lambda d: stored_bytes[d] / max(share_bytes[d], 1.0))
 
 
 def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
@@ -106,7 +116,7 @@ def find_weight_imbalance(plan: Plan) -> WeightBalance | None:
     shares = [part * total for part in parts]
     if all(abs(h - s) <= BALANCE_TOLERANCE * s for h, s in zip(stored_bytes, shares, strict=True)):
         return None
-    fullest = max(range(len(own)), key=lambda d: stored_bytes[d] / max(shares[d], 1.0))
+    fullest = find_fullest_device(stored_bytes, shares)
     over = {name: own[fullest].get(name, 0) - parts[fullest] * size for name, size in once.items()}
     causes = _list_imbalance_causes(plan, fullest, own[fullest], {name: extra for name, extra in over.items() if extra})
     devices = tuple(str(device_plan.device) for device_plan in plan.device_plans)
@@ -285,5 +295,7 @@ def _format_weight_share_line(devices: Sequence[str], stored_bytes: int, share: 
     return f"{amount}, {off} {kind}, {format_bytes(share)}"
 
 
-def _format_weights(weights: Sequence[str]) -> str:
-    return f"%{quote_node_name(weights[0])}" + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")
+def _format_weights(weights: Sequence[str], nbytes: int = 0) -> str:
+    """Format weights by the name of the first one, their number and their bytes on the device, if it has any."""
+    others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+    return f"%{quote_node_name(weights[0])}{others}" + (f" ({format_bytes(nbytes)})" if nbytes else "")

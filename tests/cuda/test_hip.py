@@ -160,14 +160,14 @@ def missing():
         (
             lambda: fake_cupy(()),
             hip_driver.HipDriver,
-            "hip devices need another CuPy than this one for CUDA: pip install",
+            "hip devices need another CuPy than this one for CUDA: run python -m pip install",
         ),
         (
             lambda: fake_cupy((), is_hip=True),
             cuda_driver.CudaDriver,
             "cuda devices need another CuPy than this one for ROCm",
         ),
-        (missing, hip_driver.HipDriver, "hip devices need CuPy: pip install hocket[rocm]"),
+        (missing, hip_driver.HipDriver, "hip devices need CuPy: run python -m pip install -e"),
     ],
     ids=["for CUDA", "for ROCm", "none"],
 )

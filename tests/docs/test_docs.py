@@ -6,8 +6,10 @@ import re
 import runpy
 import textwrap
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +19,19 @@ from hocket import ops
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.execution import program_binding
 from hocket.backends.kernel_tables import merge_disjoint_tables
+from hocket.backends.numpy import kernel_table
+from hocket.backends.numpy.backend import NumpyBackend
+from hocket.conformance import parse_case, run_case
 from hocket.frontends import models
 from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.family import FamilyTraits
 from hocket.ops.page import build_op_reference
+from hocket.scheduler import SPLIT_MODE_NAMES
 from hocket.scheduler.planning import planner
 
 from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
+from ..repository.files import list_files
 
 DOCS = ROOT / "docs"
 
@@ -122,18 +129,35 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
-    code = re.search(r"```python\n(.*?)```", (DOCS / "add-an-op.md").read_text("utf-8"), re.DOTALL)[1]
-    space: dict[str, object] = {}
-    lines = [line.removeprefix("   ") for line in code.splitlines()]
+    centre = run_guide("add-an-op.md")["centre"]
+    assert isinstance(centre, ops.Op)
+    assert centre.samples[0] == "x=f32[7]"
+
+
+def run_guide(name: str) -> dict[str, Any]:
+    """Run the Python blocks of a guide, and return the names that they define."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text("utf-8"), re.DOTALL)
     head = [
         "from hocket.ops.declaration.op import Array, op",
         "from hocket.ops.declaration.samples import expand_template",
         "import numpy as np",
     ]
-    exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)
-    centre = space["centre"]
-    assert isinstance(centre, ops.Op)
-    assert centre.samples[0] == "x=f32[7]"
+    space: dict[str, Any] = {"__name__": "guide"}
+    exec(compile("\n".join([*head, *map(textwrap.dedent, code)]), name, "exec"), space)
+    return space
+
+
+def test_the_numpy_kernel_of_the_guide_passes_the_kit(monkeypatch):
+    (kernel,) = run_guide("add-an-op.md")["KERNELS"].values()
+    monkeypatch.setattr(kernel_table, "BUILTIN_KERNELS", {"leaky_relu": kernel})
+    monkeypatch.setattr(kernel_table, "find_binding", kernel_table.find_binding.__wrapped__)
+    backend = NumpyBackend()
+    cases = [parse_case(f"leaky_relu(x={x}, negative_slope={slope})") for x in LEAKY_OPERANDS for slope in (0.1, 2.0)]
+    results = [run_case(case, backend, backend.device(0)) for case in cases]
+    assert [result.outcome for result in results] == ["pass"] * len(cases), results
+
+
+LEAKY_OPERANDS = ("f32[7]", "f32[3,64]", "f16[2,5]", "f32[0,5]")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -155,13 +179,49 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(path):
-    folders = "backends|benchmarks|conformance|examples|frontends|graph|kernels|ops|distributed|scheduler|tests|view"
-    named = re.findall(rf"(?<=`)(?:{folders})/[\w./-]+(?=`)", path.read_text("utf-8"))
-    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()]
-    assert not [name for name in missing if "NAME" not in name]
+    assert not list_missing_paths(path.read_text("utf-8"))
+
+
+def test_a_path_that_does_not_exist_is_found():
+    page = "`graph/graph.py`, `runtime/store.py`, `registry.py`, `ops.matmul`, `GB/s`, `NAME.toml`, `kernels/`, "
+    assert list_missing_paths(page + "`running/store.py`, `kept.py`, `scheduler/gone/`") == [
+        "running/store.py",
+        "kept.py",
+        "scheduler/gone/",
+    ]
+
+
+def list_missing_paths(page: str) -> list[str]:
+    """List the paths in backquotes that end no path of the repository; a path begins with a folder or is a module."""
+    known, folders = list_path_ends()
+    named = re.findall(r"(?<=`)(?:[\w.-]+/)+[\w.-]*(?=`)|(?<=`)\w+\.py(?=`)", page)
+    candidates = [name for name in named if "NAME" not in name and name not in OTHER_PATHS]
+    return [
+        name
+        for name in candidates
+        if not {name.strip("/"), f"{name}.py"} & known
+        and (name.endswith(".py") or name.strip("/").partition("/")[0] in folders or name.strip("/").count("/") > 1)
+    ]
+
+
+OTHER_PATHS = {
+    *("docs/multi-gpu.md", "docs/runtime.md", "docs/developer/"),  # llama.cpp, tinygrad
+    *("tools/server/tests", "models/templates"),  # llama.cpp
+    *("family.py", ".build/editable", "speeds/speeds.json"),  # made by a reader
+}
+
+
+@cache
+def list_path_ends() -> tuple[set[str], set[str]]:
+    """Return the ends of all paths of files and folders of the repository, and the names of its folders."""
+    wholes = {path.relative_to(ROOT) for path in list_files()}
+    folders = {folder for path in wholes for folder in path.parents if folder.name}
+    ends = {"/".join(path.parts[i:]) for path in wholes | folders for i in range(len(path.parts))}
+    return ends, {folder.name for folder in folders}
 
 
 def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
+    assert tuple(planner.SPLIT_MODES) == SPLIT_MODE_NAMES
     monkeypatch.setattr(planner, "SPLIT_MODES", dict(planner.SPLIT_MODES))
     code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
     space: dict[str, object] = {"print": lambda *_: None}
@@ -180,6 +240,14 @@ def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not
         session = Session(models.load_model(open_fixture("qwen3")), on=DeviceGroup(exact=True))
         got = session.evaluate([tokens], every_position=True)[0]
         assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
+
+
+def test_the_site_shows_a_pipe_in_the_code_of_a_table_without_a_backslash():
+    code = (DOCS / "site.py").read_text("utf-8").replace("from mkdocs.structure.files import File, Files\n", "")
+    space: dict[str, Any] = {"__name__": "site_hooks", "__file__": str(DOCS / "site.py")}
+    exec(compile(code, "site.py", "exec"), space)
+    assert space["keep_pipes_in_tables"](r"| `S0(1\|2)` | `x` |") == "| <code>S0(1&#124;2)</code> | `x` |"
+    assert space["keep_pipes_in_tables"](r"text `a\|b`") == r"text `a\|b`"
 
 
 def test_the_graphs_on_the_page_of_formats_are_read():

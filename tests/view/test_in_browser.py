@@ -175,7 +175,9 @@ def test_a_copy_between_devices_has_its_bytes_and_its_route(at):
 def test_the_passes_of_a_layer_can_be_read(at):
     page = at("tensor")
     press(page, "3")
-    for number, words in enumerate(["linear", "cut", "cut along axis", "put in by the planner", " to ", "µs"]):
+    for number, words in enumerate(
+        ["linear", "sharded", "sharded along axis", "inserted by the planner", " to ", "µs"]
+    ):
         click(page, ".passes .steps button", number)
         rows = texts(page, ".passes tbody tr")
         assert len(rows) > 10
@@ -226,8 +228,8 @@ def test_a_page_without_names_answers_what_a_stranger_asks(at):
     page = at("nameless")
     glance = " ".join(texts(page, "#details dd, #details .weights li"))
     assert re.search(r"B a token over all links", glance)
-    assert re.search(r"at step \d+ to compute in, \w+ %", glance)
-    assert "weight f32[64,32], read by mul_mat as w; cut along axis 0: 32 on each device" in glance
+    assert re.search(r"at step \d+ of working memory, \w+ %", glance)
+    assert "weight f32[64,32], read by mul_mat as w; sharded along axis 0: 32 on each device" in glance
     press(page, "/", "softmax", "ENTER")
     assert re.search(r"decided\s*cut ", "".join(texts(page, "#details dl")))
 

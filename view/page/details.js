@@ -26,28 +26,28 @@ class Details {
       ["inputs", ...inputs.slice(0, 12).map((n) => el("div", {}, this.nodeLink(model, n), ` ${model.specs(n)[0]}`))],
       ["outputs", ...model.graph.outputs.slice(0, 12).map(([name, v]) => el("div", {}, link(shortened(name, 40), () => app.reveal(model, Math.floor(v / RESULTS))), ` ${model.specs(Math.floor(v / RESULTS))[0]}`))],
     ]);
-    if (!model.plan) return [el("h2", {}, "At a glance"), el("p", {}, `${model.count} nodes, ${model.blocks.length} blocks.`), io, this.ops(model)];
+    if (!model.plan) return [el("h2", {}, "At a glance"), el("p", {}, `${plural(model.count, "node")}, ${plural(model.blocks.length, "block")}.`), io, this.ops(model)];
     const { cost, measured } = model.plan;
     const crossing = model.crossing();
     const peaks = model.plan.programs.map((_, p) => p).map((p) => el("div", {},
       deviceText(model.running(p).map((d) => d.name)), ": ",
       link(`${bytesText(model.plan.programs[p].live[model.peak(p)] ?? 0)} at step ${model.peak(p)}`, () => app.select({ kind: "step", model, program: p, step: model.peak(p) })),
-      ` to compute in, ${model.stepOp(p, model.peak(p))} ${reference(shortened(model.stepName(p, model.peak(p)), 30))}`));
+      ` of working memory, ${model.stepOp(p, model.peak(p))} ${reference(shortened(model.stepName(p, model.peak(p)), 30))}`));
     const total = cost.total || 1e-12;
     return [
       el("h2", {}, "At a glance"),
       facts([
         ["one run", el("b", {}, secondsText(cost.total)), ` estimated${page.tokens ? `, of ${plural(page.tokens, "token")}` : ""}`],
         measured && ["measured", el("b", {}, secondsText(measured.seconds)), ` the median of ${plural(measured.runs, "run")} of ${measured.label}${measured.exact ? "" : ", the same steps on other shapes than here"}`],
-        ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.collectives, "meeting")} of devices`],
-        ["crosses", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all / (page.tokens ?? 1))), ` ${page.tokens ? "a token" : "a run"} over all links; the busiest device sends ${bytesText(crossing.maxSent / (page.tokens ?? 1))}`) : "nothing: no device needs what another has"],
+        crossing.collectives && ["of that", `${secondsText(cost.collectives)} (${percent(cost.collectives / total)}) in ${plural(crossing.collectives, "collective")}`],
+        ["transferred", crossing.all ? el("span", {}, el("b", {}, bytesText(crossing.all / (page.tokens ?? 1))), ` ${page.tokens ? "a token" : "a run"} over all links; the busiest device sends ${bytesText(crossing.maxSent / (page.tokens ?? 1))}`) : "nothing: no device needs data of another"],
         ["memory peak", ...peaks],
       ]),
-      el("h3", {}, "What a run takes and gives"), io,
-      el("h3", {}, "Which weights are where"), this.homes(model), this.weights(model),
+      el("h3", {}, "Inputs and outputs"), io,
+      el("h3", {}, "Weights and states by layout"), this.homes(model), this.weights(model),
       ...this.couldLie(model),
-      el("h3", {}, "Why it is cut so"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, d)), model.plan.decisions.length ? "" : el("li", {}, "one device does all: there was nothing to decide")),
-      el("h3", {}, "How values lie"), this.legend(),
+      el("h3", {}, "Reasons"), el("ul", { class: "decisions" }, model.plan.decisions.map((d) => el("li", {}, withMicroseconds(d))), model.plan.decisions.length ? "" : el("li", {}, "one device computes everything: there was no choice")),
+      el("h3", {}, "Layouts"), this.legend(),
       el("h3", {}, "The graph"), this.ops(model),
     ];
   }
@@ -102,13 +102,13 @@ class Details {
   /** Placements that would save memory, with what they cost. */
   couldLie(model) {
     const hints = [...new Set(Object.values(model.plan.hinted))];
-    return hints.length ? [el("h3", {}, "What could lie elsewhere"), el("ul", { class: "decisions" }, hints.map((h) => el("li", {}, h)))] : [];
+    return hints.length ? [el("h3", {}, "Weights that could be elsewhere"), el("ul", { class: "decisions" }, hints.map((h) => el("li", {}, withMicroseconds(h))))] : [];
   }
 
   legend() {
     return el("ul", { class: "legend" }, [
-      ["replicate", "R: whole on each device"], ["shard", "S: cut along an axis, each device its share"],
-      ["partial", "P: each device has a summand of a sum that is still owed"], ["local", "named device: whole there, nowhere else"],
+      ["replicate", "R: whole on each device"], ["shard", "S: sharded along an axis, a shard on each device"],
+      ["partial", "P: partial sum, a summand on each device"], ["local", "named device: whole there, nothing elsewhere"],
     ].map(([kind, words]) => el("li", {}, swatch(kind), words)));
   }
 
@@ -134,7 +134,7 @@ class Details {
         ...(model.plan && model.isLeaf(node) ? [this.decided(model, [node]), this.hinted(model, [node])] : []),
         model.attrs(node) && ["attributes", el("code", {}, model.attrs(node))],
         sources.length && ["reads", ...sources],
-        ["read by", ...(users.length ? users : ["nobody: an output or a new state"]), model.users[node].length > 12 ? `and ${model.users[node].length - 12} more` : ""],
+        ["read by", ...(users.length ? users : ["no node: an output or a new state"]), model.users[node].length > 12 ? `and ${model.users[node].length - 12} more` : ""],
         block >= 0 && ["part of", link(shortened(model.graph.labels[block], 40), () => app.openGraph(model, model.paths.get(block)))],
       ]),
       ...(model.plan ? this.runs(model, node) : []),
@@ -167,13 +167,13 @@ class Details {
   /** What the search decided about the weights and states that nodes read or are, and what was next best. */
   decided(model, nodes) {
     const reasons = nodes.flatMap((n) => [n, ...model.sources(n)]).flatMap((n) => model.plan.decided[n] ?? []);
-    return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, model.plan.decisions[r]))];
+    return reasons.length > 0 && ["decided", ...[...new Set(reasons)].map((r) => el("div", {}, withMicroseconds(model.plan.decisions[r])))];
   }
 
   /** What would pay if the weights that nodes read or are lay elsewhere. */
   hinted(model, nodes) {
     const hints = nodes.flatMap((n) => [n, ...model.sources(n)]).map((n) => model.plan.hinted[n]).filter(Boolean);
-    return hints.length > 0 && ["hint", ...[...new Set(hints)].map((h) => el("div", {}, h))];
+    return hints.length > 0 && ["hint", ...[...new Set(hints)].map((h) => el("div", {}, withMicroseconds(h)))];
   }
 
   /** The kernels that compute steps, where they are written, and their source where it is short. */
@@ -271,7 +271,7 @@ class Details {
     return [
       el("h2", {}, `step ${step}`), el("p", { class: "name" }, `${p.ops[p.op[step]]} ${reference(model.stepName(program, step))} on ${deviceText(model.running(program).map((d) => d.name))}`),
       facts([
-        ["in use", el("b", {}, bytesText(p.live[step])), ` to compute in${step === model.peak(program) ? ", the peak" : ""}`],
+        ["in use", el("b", {}, bytesText(p.live[step])), ` of working memory${step === model.peak(program) ? ", the peak" : ""}`],
         ...this.costFacts(model, program, model.costs[p.cost[step]]),
         ...this.timeFacts(model, program, [step]),
         node >= 0 && ["node", this.nodeLink(model, node)],
@@ -302,9 +302,9 @@ class Details {
       el("h2", {}, d.name), el("p", { class: "name" }, `${d.backend}${d.about ? `, ${d.about}` : ""}`),
       facts([
         ...KINDS.map(([kind, words]) => [words, bytesText(d.held[kind])]),
-        d.held.undo && ["of that", `${bytesText(d.held.undo)} kept to take a failed run back`],
+        d.held.undo && ["of that", `${bytesText(d.held.undo)} kept for the rollback of a failed run`],
         d.memory && ["free after", d.memory >= sum ? bytesText(d.memory - sum) : `${bytesText(sum - d.memory)} short`],
-        ["taken to do", `${countText(d.speeds.flops, "FLOP/s")}, ${countText(d.speeds.bandwidth, "B/s")} of memory, ${countText(d.speeds.link_bandwidth, "B/s")} to others`],
+        ["assumed speeds", `${countText(d.speeds.flops, "FLOP/s")}, ${countText(d.speeds.bandwidth, "B/s")} of memory, ${countText(d.speeds.link_bandwidth, "B/s")} to others`],
         ["steps", String(model.plan.programs[d.program].op.length)],
       ]),
     ];

@@ -46,7 +46,7 @@ class App {
     const main = byId("main");
     if (tab === "plan" && models.length > 1) {
       main.replaceChildren(this.moved(), el("div", { class: "pair" }, this.views.map((v, i) => el("div", {}, el("h2", {}, ["Before", "After"][i], ` · ${secondsText(models[i].plan.cost.total)} a run`), v.plan.draw()))));
-    } else main.replaceChildren(...(tab === "plan" ? [el("p", { class: "summary" }, this.model.plan.summary)] : []), this.view[tab].root);
+    } else main.replaceChildren(...(tab === "plan" ? [el("p", { class: "summary" }, withMicroseconds(this.model.plan.summary))] : []), this.view[tab].root);
     if (tab !== "plan" || models.length === 1) this.view[tab].draw();
   }
 

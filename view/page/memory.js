@@ -1,7 +1,7 @@
-// Memory: what each device holds, and what it needs to compute in, step by step.
+// Memory: the bytes that each device holds, and its working memory step by step.
 
 const CHART = { width: 900, height: 120, top: 16, bottom: 16 };
-const KINDS = [["weight", "weights"], ["state", "states"], ["constant", "constants"], ["arena", "to compute in"]];
+const KINDS = [["weight", "weights"], ["state", "states"], ["constant", "constants"], ["arena", "working memory"]];
 
 class MemoryView {
   constructor(model, root) {
@@ -23,7 +23,7 @@ class MemoryView {
     }, el("span", { class: "name" }, d.name),
     el("span", { class: "stack" }, KINDS.map(([kind]) => d.held[kind] ? el("i", { class: kind, style: { width: `${Math.max(0.6, (100 * d.held[kind]) / maxBytes)}%` } }) : "")),
     el("span", { class: "sum" }, bytesText(storedBytes[n])))));
-    const key = el("p", { class: "key" }, KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)));
+    const key = el("p", { class: "key" }, KINDS.map(([kind, words]) => el("span", {}, el("i", { class: kind }), words)), el("span", {}, `full width: ${bytesText(maxBytes)}`));
     this.root.replaceChildren(el("div", { class: "holds" }, el("h2", {}, "Memory"), bars, key), this.chart());
   }
 
@@ -64,11 +64,11 @@ class MemoryView {
       : el("b", {}, devices);
     const at = (100 * x(peak)) / width;
     return el("div", { class: "chart" },
-      el("div", { class: "line" }, el("span", {}, "To compute in, on ", programs), status),
+      el("div", { class: "line" }, el("span", {}, "Working memory of ", programs), status),
       el("div", { class: "plot" },
         el("button", { type: "button", class: "peak", style: at < 60 ? { left: `${at}%` } : { right: `${100 - at}%` }, onclick: () => app.select({ kind: "step", model, program, step: peak }) },
           at < 60 ? `▼ peak ${bytesText(live[peak] ?? 0)} at step ${peak}` : `peak ${bytesText(live[peak] ?? 0)} at step ${peak} ▼`), picture),
-      el("div", { class: "line dim" }, el("span", {}, "step 0"), kept ? el("span", {}, `${bytesText(kept)} are kept to the end, to take a failed run back`) : "", el("span", {}, `step ${live.length - 1}`)));
+      el("div", { class: "line dim" }, el("span", {}, "step 0"), kept ? el("span", {}, `${bytesText(kept)} are kept to the end, for the rollback of a failed run`) : "", el("span", {}, `step ${live.length - 1}`)));
   }
 
   /** Where each repetition of a group runs, light and dark in turn. */

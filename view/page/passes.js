@@ -2,11 +2,11 @@
 
 const PASSES = [
   ["built", "As built", "The nodes as the user's graph has them."],
-  ["factors", "Factors", "Every axis as a product of factors; those of one letter are one and the same. Marked: factors that are cut."],
-  ["layouts", "Layouts", "How every value lies on the devices once those factors are cut."],
-  ["shards", "Shards", "What each device computes: local shapes, and what was put in where layouts meet. Marked: what is new or smaller."],
-  ["memory", "Memory", "Bytes of each result on a device, and from which step to which it is kept."],
-  ["program", "Program", "The steps in the order in which they run, with what they are predicted to take."],
+  ["factors", "Factors", "Every axis as a product of factors; those of one letter are one and the same. Marked: factors that are sharded."],
+  ["layouts", "Layouts", "The layout of every value after these factors are sharded."],
+  ["shards", "Shards", "The graph of each device: local shapes, and conversions between layouts. Marked: nodes that are new or smaller."],
+  ["memory", "Memory", "Bytes of each result on a device, with the first and the last step that needs them."],
+  ["program", "Program", "The steps in execution order, with their predicted times."],
 ];
 
 class PassesView {
@@ -86,7 +86,7 @@ class PassesView {
 
   layouts() {
     const { model } = this;
-    return this.table(["value", "spec", "lies", "in words"], this.nodes().map((n) => {
+    return this.table(["value", "spec", "layout", "in words"], this.nodes().map((n) => {
       const how = layoutWords(model.layout(n), model.devices);
       return { node: n, isNew: how.kind !== "replicate" && how.kind !== "none", cells: [reference(shortened(model.name(n), 60)), model.specs(n)[0], el("span", {}, swatch(how.kind), ` ${how.mark}`), how.words] };
     }));
@@ -107,7 +107,7 @@ class PassesView {
       const node = p.node[step];
       const spec = model.plan.specs[p.spec[step]][0];
       const before = isOwn || node < 0 ? "" : model.specs(node)[0];
-      return { node: node < 0 ? undefined : node, isNew: isOwn || spec !== before, cells: [this.name(step), p.ops[p.op[step]], spec, isOwn ? "put in by the planner" : before === spec ? "the same" : before] };
+      return { node: node < 0 ? undefined : node, isNew: isOwn || spec !== before, cells: [this.name(step), p.ops[p.op[step]], spec, isOwn ? "inserted by the planner" : before === spec ? "the same" : before] };
     }));
   }
 

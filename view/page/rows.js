@@ -31,8 +31,10 @@ function merged(works) {
   return runs.filter((r) => r.key);
 }
 
-/** Seconds as estimated, and as measured if there is a trace. */
-const timeOf = (w) => [el("b", {}, secondsText(w.seconds)), w.took ? el("span", { class: "took", title: "measured" }, ` took ${secondsText(w.took)}`) : ""];
+/** Seconds as measured and as estimated, or only as estimated without a trace. */
+const timeOf = (w) => (w.took
+  ? [el("b", { title: "measured" }, secondsText(w.took)), el("span", { class: "took", title: "predicted" }, ` predicted ${secondsText(w.seconds)}`)]
+  : [el("b", {}, secondsText(w.seconds))]);
 
 /** Nodes and bytes of some work: a narrow cell leaves out the bytes, then both. */
 const amountOf = (w) => [el("span", { class: "count" }, ` ${plural(w.count, "node")}`), el("span", { class: "size" }, ` · ${bytesText(w.nbytes)}`)];

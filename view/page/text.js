@@ -13,6 +13,8 @@ const secondsText = (s) => {
   const [value, unit] = s < 1e-3 ? [s * 1e6, "µs"] : s < 1 ? [s * 1e3, "ms"] : [s, "s"];
   return `${Number(value.toPrecision(3))} ${unit}`;
 };
+/** A report of the planner with the unit of `secondsText`. */
+const withMicroseconds = (text) => text.replace(/(\d) us\b/g, "$1 µs");
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const shortened = (text, limit) => (text.length > limit ? `${text.slice(0, limit - 1)}…` : text);
 /** A name without its middle: what tells weights apart stands at the end. */
@@ -34,11 +36,11 @@ function deviceText(names) {
   return runs.map((r) => (r.from === "" || r.from === r.to ? `${r.head}${r.from}` : `${r.head}${r.from}–${r.to}`)).join(", ");
 }
 
-/** How a value lies on the devices: its kind, and in words. */
+/** The layout of a value: its kind, and in words. */
 function layoutWords(text, devices) {
   if (!text) return { kind: "none", mark: "", words: "is not kept on any device" };
   if (text === "R") return { kind: "replicate", mark: "R", words: devices.length > 1 ? "whole on each device" : "whole" };
-  if (text === "P") return { kind: "partial", mark: "P", words: "each device has a summand; the sum is still owed" };
+  if (text === "P") return { kind: "partial", mark: "P", words: "each device has a summand; they are not added yet" };
   if (text[0] === "L") {
     const where = text.slice(1).split(",").map((d) => devices[d].name);
     return { kind: "local", mark: deviceText(where), words: `whole on ${deviceText(where)} only` };
@@ -46,7 +48,7 @@ function layoutWords(text, devices) {
   const [, axis, sizes] = /^S(\d+)\((.*)\)$/.exec(text);
   const parts = sizes.split("|");
   const runs = new Set(parts).size === 1 ? `${parts[0]} on each device` : parts.map((n, d) => `${n} on ${devices[d].name}`).join(", ");
-  return { kind: "shard", mark: `S${axis}`, words: `cut along axis ${axis}: ${runs}` };
+  return { kind: "shard", mark: `S${axis}`, words: `sharded along axis ${axis}: ${runs}` };
 }
 
 /** Layouts in words, of which one holds; what all begin with is said once. */

@@ -25,7 +25,7 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
 from ...call_once import call_once
-from ...compile_log import MISSING_KERNELS_MESSAGE, log, log_compilation
+from ...compile_log import MISSING_KERNELS_MESSAGE, log, log_compilation, with_progress_bar
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader
@@ -112,7 +112,7 @@ def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
         log.info(MISSING_KERNELS_MESSAGE, len(missing))
-    for definition in missing:
+    for definition in with_progress_bar(missing):
         _load_kernel(definition)
 
 

@@ -1,4 +1,4 @@
-"""Prefetch distances of weights that are read once, from the disk cache.
+"""Prefetch distances of CPU matrix products: the candidates, and the measured one of each weight dtype.
 
 Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
 and a bad distance costs up to half of the speed. Several rows of activations need a distance of their own: hardware

@@ -68,7 +68,7 @@ class ThreadPool:
     def run(self, run_args_address: int) -> int:
         """Run a loop on all threads and return its status on the calling thread.
 
-        `run_args_address` is the address of the argument words (`kernels.crew.RUN_ARGS`).
+        `run_args_address` is the address of the argument words (`steps.thread_sync.RUN_ARGS`).
         """
         with self._call_lock:
             if not self._queues:

@@ -1,1 +1,1 @@
-"""Measure the limits of this machine: memory bandwidth and arithmetic speed."""
+"""Measure this machine: memory bandwidth, arithmetic speed, and the best prefetch distances."""

@@ -47,7 +47,7 @@ MIN_PARALLEL_THREADS = 1 << 14
 EMULATED_MULTIPROCESSORS = 2
 """The multiprocessor count that kernels see. It is small, so that a thread block has much work."""
 FAULT_STATUS = 1
-"""`Report.status` of an access out of bounds."""
+"""`FaultReport.status` of an access out of bounds."""
 GARBAGE_BYTE = 0x5A
 """The content of padding."""
 

@@ -279,7 +279,7 @@ def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_rati
     if not has_best_ratio:
         return "has fewer bytes on each device than"
     faster = chosen.estimate.total <= other.estimate.total
-    return "beat" if faster else "saves more for each second in collectives than"
+    return "beat" if faster else "saves more kernel time per second of collectives than"
 
 
 def _format_cost(cost: Estimate) -> str:

@@ -137,7 +137,7 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
         ("llama-server", "use hocket serve"),
         ("llama-quantize", "use hocket quantize"),
         ("llama-bench", "use hocket bench"),
-        ("convert_hf_to_gguf.py", "convert_hf_to_gguf.py of llama.cpp writes it"),
+        ("convert_hf_to_gguf.py", "use hocket convert FOLDER OUT.gguf"),
     ],
 )
 def test_a_program_of_llama_cpp_is_answered_with_the_command(word, answer, capsys):

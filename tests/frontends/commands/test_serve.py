@@ -247,4 +247,4 @@ def test_a_missing_extra_is_named() -> None:
     command = [sys.executable, "-c", code, "serve", TINY, "--port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
-    assert "run pip install 'hocket[server]'" in run.stderr
+    assert """run python -m pip install -e ".[server]" in a clone""" in run.stderr

@@ -68,7 +68,7 @@ def test_a_wrong_grammar_is_reported_in_one_line(model, wrong, message):
 
 def test_without_llguidance_it_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(hocket.ModelError, match=r"pip install hocket\[grammar\]"):
+    with pytest.raises(hocket.ModelError, match=r"pip install -e \"\.\[grammar\]\""):
         Grammar(model.tokenizer, grammar='root ::= "a"')
 
 
@@ -125,6 +125,12 @@ def test_a_keyword_that_cannot_be_followed_is_left_out_by_name_or_refused(model,
         json.loads(text_of(model, json_schema=KEYWORDS[keyword]))
     with pytest.raises(hocket.ModelError, match=f"cannot be followed: .*{keyword}.*schema_lenient=True"):
         text_of(model, json_schema=KEYWORDS[keyword], schema_lenient=False)
+
+
+def test_a_keyword_with_its_default_is_followed(model, recwarn):
+    schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": False, "maxItems": 1}
+    assert json.loads(text_of(model, json_schema=schema, schema_lenient=False)) in ([], [1])
+    assert not recwarn
 
 
 def test_the_command_leaves_keywords_out_on_request(capsys):

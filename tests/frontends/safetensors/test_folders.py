@@ -14,51 +14,13 @@ from hocket.frontends.open_model import open_model, open_model_file
 from hocket.frontends.safetensors import open_folder, write_folder_as_gguf
 from hocket.frontends.safetensors.shards import read_shard
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 400,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-}
-LAYER_SHAPES = {
-    "input_layernorm": (8,),
-    "self_attn.q_proj": (8, 8),
-    "self_attn.k_proj": (8, 8),
-    "self_attn.v_proj": (8, 8),
-    "self_attn.o_proj": (8, 8),
-    "post_attention_layernorm": (8,),
-    "mlp.gate_proj": (12, 8),
-    "mlp.up_proj": (12, 8),
-    "mlp.down_proj": (8, 12),
-}
-SHAPES = {"model.embed_tokens.weight": (400, 8), "model.norm.weight": (8,)} | {
-    f"model.layers.0.{name}.weight": shape for name, shape in LAYER_SHAPES.items()
-}
+from ...given.models.hugging_face import SHAPES, write_folder
+
 NORM = "model.norm.weight"
 TEXTS = ["the quick brown fox jumps, I'll say 12345 times", "hello world\n\nhello   there"]
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def write_folder(folder, *, config=None, entries=None, header=None):
-    """Write a folder with bfloat16 weights 0 to 250 in turn; `entries` replaces header entries."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
-    table, end = {}, 0
-    for name, shape in SHAPES.items():
-        size = 2 * int(np.prod(shape))
-        table[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    table |= entries or {}
-    text = json.dumps(table).encode() if header is None else header
-    data = ((np.arange(end // 2, dtype=np.float32) % 251).view(np.uint32) >> 16).astype("<u2")
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data.tobytes())
-    return folder
 
 
 def test_a_folder_without_a_tokenizer_becomes_a_gguf_file_of_the_same_model(tmp_path):

@@ -15,7 +15,7 @@ from . import faults
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 needs_mpi = pytest.mark.skipif(
-    not (MPIEXEC.exists() and find_spec("mpi4py")), reason="mpi4py and mpich are missing; pip install 'hocket[mpi]'"
+    not (MPIEXEC.exists() and find_spec("mpi4py")), reason="mpi4py and mpich are missing; pip install -e '.[mpi]'"
 )
 
 

@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.base import find_device
+from hocket.frontends.inference.device_group import DeviceGroup, resolve_devices
+from hocket.frontends.inference.model_layout import find_lone_hardware
 from hocket.graph import DType
 from hocket.scheduler import plan_for_group
+from hocket.scheduler.costs.calibration_file import choose_calibrated_or_built_in_hardware
 from hocket.scheduler.costs.hardware import Hardware
 from hocket.scheduler.costs.timeline import COMPUTE, TimelineEntry, is_timeline_sequential
 from hocket.scheduler.measurement.probe_graphs import build_matmul_graph
@@ -45,6 +48,29 @@ def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
         for times in (1.0, 2.0)
     }
     assert [len(plan.device_plans) for plan in taken.values()] == [2, 1]
+
+
+def test_a_device_that_is_used_alone_is_scored_with_the_speeds_that_it_then_has():
+    graph = decoder(4)
+    fast = replace(SHARED, flops=2e9, bandwidth=2e9)
+    uses = [Workload(lambda sequences, tokens: graph, (), new_tokens=8, lone_hardware=lone) for lone in (SHARED, fast)]
+    plans = [plan_for_group(graph, GROUP, use=use, hardware=SHARED, split_mode="auto") for use in uses]
+    assert [len(plan.device_plans) for plan in plans] == [2, 1]
+    assert plans[1].hardware == fast
+
+
+def test_a_session_knows_the_speeds_of_a_device_that_gets_the_threads_of_the_others(monkeypatch):
+    monkeypatch.setattr("hocket.scheduler.costs.calibration_file.find_saved_speeds", lambda group: None)
+    monkeypatch.setattr("hocket.scheduler.costs.rank_speeds.find_saved_speeds", lambda group: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    graph = decoder(1)
+    shared = DeviceGroup(("cpu:0", "cpu:1"))
+    lone = find_lone_hardware(shared, resolve_devices(shared), graph)
+    together = choose_calibrated_or_built_in_hardware(graph, resolve_devices(shared))
+    assert lone is not None
+    assert lone.flops == pytest.approx(2 * together.flops)
+    assert find_lone_hardware(replace(shared, threads=1), resolve_devices(shared), graph) is None
+    assert find_lone_hardware(shared, resolve_devices(DeviceGroup(("cpu:0",))), graph) is None
 
 
 def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():
