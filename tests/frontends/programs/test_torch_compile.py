@@ -207,6 +207,46 @@ class TestOneGraphForSeveralModules:
         self.assert_right(call, c, a)
 
     @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    def test_parameters_that_are_turned_or_share_memory_through_their_data(self, options):
+        """The address of a turned matrix stays; PyTorch counts changes of parameters with the same memory apart."""
+        import torch
+
+        a, b = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
+        call = through_hocket(lambda module, x: module(x), **options)
+        self.assert_right(call, a, b)
+        a.weight.data = a.weight.data.t()
+        self.assert_right(call, a, b)
+        a.weight.mul_(2)
+        self.assert_right(call, a, b)
+        b.weight.data, b.bias.data = a.weight.data, a.bias.data
+        self.assert_right(call, b, a)
+        a.weight.add_(1)
+        self.assert_right(call, b, a)
+        b.bias.sub_(1)
+        self.assert_right(call, a, b)
+        b.weight.data = b.weight.data.clone()
+        a.weight.mul_(0.5)
+        self.assert_right(call, a, b)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
+    def test_buffers_of_each_type_that_the_graph_changes(self, dtype):
+        import torch
+
+        def write(module, x):
+            module.cache[1:2] = x
+            return module.cache.sum()
+
+        call = through_hocket(write)
+        for _ in range(2):
+            mine, other = torch.nn.Module(), torch.nn.Module()
+            mine.cache, other.cache = (torch.zeros(3, 16, dtype=getattr(torch, dtype)) for _ in range(2))
+            x = (torch.randn(1, 16) * 3).to(getattr(torch, dtype))
+            assert nmse(call(mine, x), write(other, x)) < 1e-4
+            assert torch.equal(mine.cache, other.cache)
+
+    @pytest.mark.long
     def test_the_memory_of_a_parameter_is_read_where_it_is(self):
         """A change that PyTorch misses is seen, too, and devices have no copy."""
         import torch
