@@ -8,6 +8,7 @@ import importlib.util
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
@@ -228,6 +229,35 @@ class TestOneGraphForSeveralModules:
         b.weight.data = b.weight.data.clone()
         a.weight.mul_(0.5)
         self.assert_right(call, a, b)
+
+    @pytest.mark.long
+    def test_shards_of_several_ranges_see_changes_in_place(self, monkeypatch):
+        """Each device has a part of the values and of the gates, so its shard is no view of the parameter."""
+        import torch
+
+        from hocket.backends.host.host_backend import HostBackend
+
+        class Gated(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = torch.nn.Linear(48, 2 * 64), torch.nn.Linear(64, 48)
+
+            def forward(self, x):
+                value, gate = self.up(x).chunk(2, -1)
+                return self.down(value * gate.sigmoid())
+
+        given = []
+        as_buffer = HostBackend.as_buffer
+        monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: given.append(args[1]) or as_buffer(*args))
+        a, b = Gated(), Gated()
+        call = through_hocket(lambda module, x: module(x), **DEVICES[1])
+        self.assert_right(call, a, b)
+        for parameter in a.parameters():
+            parameter.mul_(1.5)
+        self.assert_right(call, a, b)
+        memories = [parameter.detach().numpy() for module in (a, b) for parameter in module.parameters()]
+        assert given
+        assert all(any(np.may_share_memory(array, memory) for memory in memories) for array in given)
 
     @pytest.mark.long
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])

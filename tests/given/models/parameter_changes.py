@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -71,7 +72,7 @@ def update_in_place(first: torch.nn.Module, second: torch.nn.Module) -> None:
 
 def exchange_state(first: torch.nn.Module, second: torch.nn.Module) -> None:
     """Load the numbers of each model into the memory of the other one."""
-    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    state = copy.deepcopy(first.state_dict())  # with the versions of modules, which a plain dict loses
     first.load_state_dict(second.state_dict())
     second.load_state_dict(state)
 
