@@ -32,6 +32,9 @@ MAX_ENTRY_ERROR = 1e-4
 WITHOUT_PARAMETERS = ("computes nothing that depends", "meta device")
 """Parts of the reasons for which PyTorch may run a graph itself."""
 
+WITHOUT_EQUAL_LAYERS = ("ConvNextModel", "ResNetModel", "SegformerForSemanticSegmentation")
+"""Classes with other shapes in each layer; in each other class two layers of two models share a graph."""
+
 
 @pytest.fixture(autouse=True)
 def _without_captured_graphs():
@@ -106,8 +109,8 @@ def assert_models_take_turns(first, second, arguments, options):
         yield title
 
 
-def check_class(make, package, options, bound_sets, monkeypatch):
-    """Check two models of a class, and that layers with the same graph share it."""
+def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
+    """Check two models of a class, and that a graph is called with at least `min_sets` sets of parameters."""
     import torch
 
     from ...given.models.parameter_changes import break_in_parts, list_repeated_parts, wrap_stages
@@ -127,7 +130,7 @@ def check_class(make, package, options, bound_sets, monkeypatch):
             pass
     reasons = {str(w.message) for w in caught if "PyTorch runs this graph" in str(w.message)}
     assert [r for r in reasons if not any(part in r for part in WITHOUT_PARAMETERS)] == []
-    assert most >= 2, "no graph is shared by two models"
+    assert most >= min_sets, f"a graph is called with {most} sets of parameters"
 
 
 @pytest.mark.long(cases=2)
@@ -135,7 +138,8 @@ def check_class(make, package, options, bound_sets, monkeypatch):
 def test_models_of_a_class_of_transformers_compute_with_their_own_parameters(torch_class, bound_sets, monkeypatch):
     from ...given.models.torch_models import make_model
 
-    check_class(lambda: make_model(torch_class), "transformers", ONE_DEVICE, bound_sets, monkeypatch)
+    min_sets = 2 if torch_class in WITHOUT_EQUAL_LAYERS else 4
+    check_class(lambda: make_model(torch_class), "transformers", ONE_DEVICE, bound_sets, monkeypatch, min_sets)
 
 
 @pytest.mark.long(cases=1)
@@ -148,7 +152,7 @@ def test_devices_with_shards_see_the_changes_of_parameters(torch_class, bound_se
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.nightly(cases=6)
+@pytest.mark.nightly(cases=3)
 @needs_torchvision
 def test_models_of_torchvision_compute_with_their_own_parameters(vision_class, bound_sets, monkeypatch):
     from ...given.models.vision_models import make_model
@@ -166,8 +170,8 @@ def pytest_generate_tests(metafunc):
         ("vision_class", "torchvision", "vision_models"),
     ):
         if fixture in metafunc.fixturenames:
-            names: list[str] = []
+            names = ["none"]
             if importlib.util.find_spec("torch") and importlib.util.find_spec(package):
                 models = importlib.import_module(f"...given.models.{module}", __package__)
-                names = sorted({**models.MODELS, **models.MORE_MODELS})
+                names = list({**models.MODELS, **models.MORE_MODELS})
             metafunc.parametrize(fixture, names)
