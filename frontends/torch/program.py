@@ -80,8 +80,8 @@ class Program:
         if self.in_spec is None:
             return f"argument {number}"
         paths, _ = tree_flatten_with_path(tree_unflatten(list(range(len(self.arguments))), self.in_spec))
-        (kind, *rest), _ = paths[number]
-        return f"args{keystr(tuple(rest))}" if kind.idx == 0 else f"{rest[0].key}{keystr(tuple(rest[1:]))}"
+        path = keystr(paths[number][0])  # such as ``[0][1]`` and ``[1]['use_cache']``
+        return f"args{path[3:]}" if path.startswith("[0]") else path[5:].replace("']", "", 1)
 
     @cached_property
     def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:

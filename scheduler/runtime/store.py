@@ -327,7 +327,7 @@ class _DeviceBuffers:
         """Bind a weight to memory that is shared with other stores, and return a function that computes its digest.
 
         `data` reads the part of this device, which `part_key` names in `copies`. A part with several ranges is a copy.
-        The memory is that of the caller's array `source` if the part is a view and the backend can read it.
+        The device reads the array `source` of the caller if the part is a view of it and the backend can read it.
         """
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec

@@ -209,8 +209,8 @@ class TestOneGraphForSeveralModules:
 
     @pytest.mark.long
     @pytest.mark.parametrize("options", DEVICES, ids=str)
-    def test_parameters_that_are_turned_or_share_memory_through_their_data(self, options):
-        """The address of a turned matrix stays; PyTorch counts changes of parameters with the same memory apart."""
+    def test_parameters_that_are_transposed_or_share_memory_through_their_data(self, options):
+        """The address of a transposed matrix stays; PyTorch counts changes of parameters with the same memory apart."""
         import torch
 
         a, b = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
@@ -246,9 +246,9 @@ class TestOneGraphForSeveralModules:
                 value, gate = self.up(x).chunk(2, -1)
                 return self.down(value * gate.sigmoid())
 
-        given = []
+        source_arrays = []
         as_buffer = HostBackend.as_buffer
-        monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: given.append(args[1]) or as_buffer(*args))
+        monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: source_arrays.append(args[1]) or as_buffer(*args))
         a, b = Gated(), Gated()
         call = through_hocket(lambda module, x: module(x), **DEVICES[1])
         self.assert_right(call, a, b)
@@ -256,8 +256,8 @@ class TestOneGraphForSeveralModules:
             parameter.mul_(1.5)
         self.assert_right(call, a, b)
         memories = [parameter.detach().numpy() for module in (a, b) for parameter in module.parameters()]
-        assert given
-        assert all(any(np.may_share_memory(array, memory) for memory in memories) for array in given)
+        assert source_arrays
+        assert all(any(np.may_share_memory(array, memory) for memory in memories) for array in source_arrays)
 
     @pytest.mark.long
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])

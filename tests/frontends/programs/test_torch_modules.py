@@ -7,6 +7,7 @@ are updated in place, loaded, moved, replaced, swapped and tied. Eager PyTorch i
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
 
 import pytest
@@ -125,12 +126,12 @@ def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
         warnings.simplefilter("always")
         turns = assert_models_take_turns(first, second, arguments, options)
         next(turns)
-        most = max(map(len, bound_sets.values()))
+        set_count = max(map(len, bound_sets.values()))
         for _ in turns:
             pass
     reasons = {str(w.message) for w in caught if "PyTorch runs this graph" in str(w.message)}
     assert [r for r in reasons if not any(part in r for part in WITHOUT_PARAMETERS)] == []
-    assert most >= min_sets, f"a graph is called with {most} sets of parameters"
+    assert set_count >= min_sets, f"a graph is called with {set_count} sets of parameters"
 
 
 @pytest.mark.long(cases=2)
@@ -159,7 +160,7 @@ def test_models_of_torchvision_compute_with_their_own_parameters(vision_class, b
 
     def make():
         model, picture = make_model(vision_class)
-        return model, {"x": picture}
+        return model, {next(iter(inspect.signature(model.forward).parameters)): picture}
 
     check_class(make, "torchvision", ONE_DEVICE, bound_sets, monkeypatch)
 

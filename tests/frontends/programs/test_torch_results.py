@@ -75,11 +75,11 @@ def change_changed_view(x):
 
 def change_parts(x):
     first, second = (x * 2).chunk(2, dim=-1)
-    turned = first.t()
+    transposed = first.t()
     break_graph()
-    turned.mul_(2)
+    transposed.mul_(2)
     second.add_(1)
-    return first + second, turned
+    return first + second, transposed
 
 
 def change_base_of_repeated_rows(x):

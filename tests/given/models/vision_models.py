@@ -36,7 +36,6 @@ MORE_MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = MappingPr
         "fcn_resnet50": ((1, 3, 64, 64), _BACKBONE),
         "inception_v3": ((1, 3, 96, 96), {"aux_logits": False, "init_weights": False}),
         "lraspp_mobilenet_v3_large": ((1, 3, 64, 64), _BACKBONE),
-        "maxvit_t": ((1, 3, 64, 64), {"input_size": (64, 64), "partition_size": 2}),
         "mobilenet_v2": ((1, 3, 64, 64), {}),
         "mvit_v1_b": ((1, 3, 16, 224, 224), {}),
         "r3d_18": ((1, 3, 4, 32, 32), {}),

@@ -28,9 +28,9 @@ def test_a_shard_that_is_no_view_of_the_weight_is_a_copy_that_is_refreshed(layou
     monkeypatch.setattr("hocket.backends.host.host_backend.ALIGNMENT", 1)
     raw = np.arange(ROWS * COLUMNS, dtype=np.float32)
     weight, copies = raw.reshape(ROWS, COLUMNS), WeightCopies(is_source_lasting=True)
-    given = []
+    source_arrays = []
     as_buffer = HostBackend.as_buffer
-    monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: given.append(args[1]) or as_buffer(*args))
+    monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: source_arrays.append(args[1]) or as_buffer(*args))
     store = Store(find_devices(["cpu:0", "cpu:1"], 1))
     store.bind("w", weight, spec, layout, copies=copies)
     first = read_parts(store)
@@ -44,7 +44,7 @@ def test_a_shard_that_is_no_view_of_the_weight_is_a_copy_that_is_refreshed(layou
         sum(weight.take(range(start, start + count), layout.axis).sum() for start, count in ranges)
         for ranges in layout.index_ranges
     ]
-    assert all(np.may_share_memory(part, weight) for part in given)
+    assert all(np.may_share_memory(part, weight) for part in source_arrays)
 
 
 def read_parts(store):
