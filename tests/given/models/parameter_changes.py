@@ -14,6 +14,7 @@ def list_repeated_parts(model: torch.nn.Module, package: str) -> list[torch.nn.M
     """Return the layers of a model and the parts of the layers, as far as `package` defines their classes."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
     layers = [layer for part in model.modules() if isinstance(part, lists) for layer in part]
+    layers = layers or list(model.children())
     parts = [part for layer in layers for part in (layer, *layer.children())]
     return [part for part in parts if type(part).__module__.partition(".")[0] == package]
 
