@@ -25,6 +25,7 @@ from ..errors import ModelError
 from .importer import UnsupportedOpsError, decompose_program, has_op_converter, has_pytorch_sort_order, import_program
 from .parameter_binding import ParameterBindings, is_bindable_parameter
 from .program_split import split_at_unsupported_ops
+from .result_aliases import ResultAliases, find_result_aliases, may_share_memory
 
 CallArguments = tuple[Any, ...]
 """Arguments of one call of a captured graph."""
@@ -64,11 +65,13 @@ class CompiledGraph:
     """A graph that Dynamo captured; the first call with each combination of shapes and numbers exports and plans it.
 
     Dynamo passes some Python numbers as tensors; each value of such a number needs a program of its own. Dynamo also
-    calls one graph for several modules of a class, so the parameters are arguments of each call.
+    calls one graph for several modules of a class, so the parameters are arguments of each call. Results share memory
+    with arguments and with each other as in eager PyTorch, unless `is_segment` says that only PyTorch reads them.
     """
 
-    def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
+    def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any], *, is_segment: bool = False) -> None:
         self.module, self.options = module, dict(options)
+        self.may_share_results = not is_segment and may_share_memory(module)
         self.scalar_arguments = _find_scalar_arguments(module)
         self.runners: dict[CallArguments, Callable[[CallArguments], Any]] = {}
 
@@ -78,6 +81,8 @@ class CompiledGraph:
         numbers = {i: args[i].item() for i in self.scalar_arguments if isinstance(args[i], torch.Tensor)}
         shapes = ((a.shape, a.dtype, is_bindable_parameter(a)) if isinstance(a, torch.Tensor) else a for a in args)
         key = (*shapes, *map(repr, numbers.values()))
+        if self.may_share_results:
+            key += tuple(a.stride() for a in args if isinstance(a, torch.Tensor))
         if key not in self.runners:
             with _export_lock:
                 if key not in self.runners:
@@ -99,13 +104,21 @@ class CompiledGraph:
                 raise ModelError(
                     f"it is called with more than {MAX_SCALAR_PROGRAMS} numbers; give a number that varies as a tensor"
                 )
-            return WholeGraph(module, args, self.options)
+            aliases = find_result_aliases(module, args) if self.may_share_results else None
+            return _with_shared_results(WholeGraph(module, args, self.options), aliases)
         except UnsupportedOpsError as why:
             warnings.warn(f"PyTorch runs itself what hocket has no row for: {why.op_counts_text}", stacklevel=2)
-            return SegmentedGraph(module, args, self.options)
+            return _with_shared_results(SegmentedGraph(module, args, self.options), aliases)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
             return lambda call_args: module(*call_args)
+
+
+def _with_shared_results(
+    runner: Callable[[CallArguments], Any], aliases: ResultAliases | None
+) -> Callable[[CallArguments], Any]:
+    """Return a runner with results that share memory as `aliases` say."""
+    return (lambda args: aliases.share_memory(args, runner(args))) if aliases else runner
 
 
 def _without_scalar_arguments(args: CallArguments, numbers: Mapping[int, Any]) -> CallArguments:
@@ -176,7 +189,7 @@ class _GraphSegment(torch.nn.Module):
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.compiled_graph = CompiledGraph(module, options)
+        self.compiled_graph = CompiledGraph(module, options, is_segment=True)
 
     def forward(self, *args: Any) -> Any:
         return self.compiled_graph(*args)

@@ -4,7 +4,8 @@ Dynamo calls one graph with the parameters of any module of a class. The graph i
 set of parameters has its own executor, which a call finds by the identities of the parameters:
 
 1. A device that can read the memory of a parameter reads it there, so a change in place is visible at once.
-2. Another device has a copy, which all graphs share. The copy is refreshed when the version of the parameter changes.
+2. Another device has a copy, which all graphs share. The copy is refreshed when the version of the parameter changes,
+   or of a parameter that shares its memory.
 3. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
 """
 
@@ -23,10 +24,13 @@ from ...scheduler import Executor, Plan, Store
 from ...scheduler.runtime.shared_buffers import WeightCopies
 from ..tensors.tensor import compute_value_shape
 from .array_views import as_array
+from .memory_sharers import MemorySharers
 from .program import Program, Runner
 
 _copies_by_parameter = WeakTensorKeyDictionary()
 """The `WeightCopies` of each live parameter, shared by all graphs that read the parameter."""
+_sharers = MemorySharers()
+"""The live parameters that have been bound, by the memory that they share."""
 _binding_lock = threading.RLock()
 """Lock around the binding of parameters and the refresh of their copies."""
 
@@ -42,9 +46,33 @@ def is_bindable_parameter(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype is not torch.bool and not x.is_inference()
 
 
+class _ParameterVersions:
+    """PyTorch's counts of changes of some parameters, and of other live parameters that share their memory."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.update_counts(parameters)
+
+    def update_counts(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note the present counts, and find the parameters that share memory anew."""
+        self._sharing_count = _sharers.change_count
+        others = {id(other): other for p in parameters for other in _sharers.find_sharers(p)}
+        self._others = [WeakIdRef(other) for other in others.values()]
+        self._counts = self._read_counts(parameters)
+
+    def are_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether no parameter has been changed, and no further parameter may share memory, since the last update."""
+        return self._sharing_count == _sharers.change_count and self._counts == self._read_counts(parameters)
+
+    def _read_counts(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        counts = [p._version for p in parameters]
+        if self._others:
+            counts += [other._version for other in (known() for known in self._others) if other is not None]
+        return counts
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _ParameterBinding:
-    """An executor that reads one set of parameters, with their addresses and versions at the time of binding.
+    """An executor that reads one set of parameters, with their places and versions at the time of binding.
 
     `storages` keeps the memory of the parameters alive. So no other tensor can get the same address before the next
     comparison.
@@ -52,15 +80,20 @@ class _ParameterBinding:
 
     parameters: tuple[WeakIdRef, ...]
     storages: list[torch.UntypedStorage]
-    addresses: list[int]
-    versions: list[int]
+    places: list[tuple[int, tuple[int, ...]]]
+    versions: _ParameterVersions
     runner: Runner
 
     def is_current_for(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the executor reads exactly the memory of these parameters."""
-        return self.addresses == [p.data_ptr() for p in parameters] and all(
+        return self.places == list(map(_find_place, parameters)) and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
         )
+
+
+def _find_place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return the address and the strides of a parameter; a change of ``parameter.data`` may change either of them."""
+    return parameter.data_ptr(), parameter.stride()
 
 
 class ParameterBindings:
@@ -88,26 +121,28 @@ class ParameterBindings:
         if binding is None or not binding.is_current_for(parameters):
             with _binding_lock:
                 binding = self.binding_by_ids[key] = self._bind_parameters(key, parameters)
-        elif (versions := [p._version for p in parameters]) != binding.versions:
+        elif not binding.versions.are_current_for(parameters):
             with _binding_lock:
+                binding.versions.update_counts(parameters)
                 self._load_parameters(binding.runner.executor.store, parameters)
-                binding.versions[:] = versions
         return binding.runner
 
     def _bind_parameters(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _ParameterBinding:
         """Build an executor that reads a set of parameters; it is deleted when one of the parameters is deleted."""
-        places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
-        store = self.store.in_turn()
-        self._load_parameters(store, parameters)
-        runner = Runner(self.program, self.plan, Executor(self.plan, store))
-        mine = weakref.ref(self)
+        mine, store = weakref.ref(self), self.store.in_turn()
 
         def forget(_: object) -> None:
             if (bindings := mine()) is not None:
                 bindings.binding_by_ids.pop(key, None)
 
-        known = tuple(WeakIdRef(p, forget) for p in parameters)
-        return _ParameterBinding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
+        known, places = tuple(WeakIdRef(p, forget) for p in parameters), list(map(_find_place, parameters))
+        storages = [p.untyped_storage() for p in parameters]
+        for parameter in parameters:
+            _sharers.add_parameter(parameter)
+        versions = _ParameterVersions(parameters)
+        self._load_parameters(store, parameters)
+        runner = Runner(self.program, self.plan, Executor(self.plan, store))
+        return _ParameterBinding(known, storages, places, versions, runner)
 
     def _load_parameters(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
         """Bind parameters to the weights of a store; copies of parameters that have changed are refreshed."""
@@ -115,10 +150,11 @@ class ParameterBindings:
         for name, parameter in zip(names, parameters, strict=True):
             copies = _copies_by_parameter.get(parameter)
             if copies is None:
-                copies = _copies_by_parameter[parameter] = WeightCopies(
-                    is_source_lasting=parameter.device.type == "cpu"
-                )
+                copies = _copies_by_parameter[parameter] = WeightCopies(is_source_lasting=False)
+            # An array of a parameter that is not contiguous may be a copy, which would not see changes
+            copies.is_source_lasting = parameter.device.type == "cpu" and parameter.is_contiguous()
             copies.source = parameter.untyped_storage()
-            copies.version = (parameter._version, parameter.data_ptr())
+            others = [other._version for other in _sharers.find_sharers(parameter)]
+            copies.version = (_find_place(parameter), parameter._version, *others)
             array = as_array(parameter, name).reshape(compute_value_shape(parameter.shape))
             store.bind(name, array, self.weight_specs[name], self.plan.leaves[name], copies=copies)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
 from ..tensors.call_signature import ProgramArgument, ProgramResult
+from ..tensors.tensor import compute_value_shape
 from .array_views import as_array, as_torch_tensor
 
 if TYPE_CHECKING:
@@ -73,6 +73,16 @@ class Program:
             raise ModelError(f"the arguments are built as {spec}; the program was exported with {self.in_spec}")
         return flat
 
+    def _format_argument_path(self, number: int) -> str:
+        """Return the place of a flattened argument in a call, such as ``use_cache`` or ``args[0][1]``."""
+        from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+        if self.in_spec is None:
+            return f"argument {number}"
+        paths, _ = tree_flatten_with_path(tree_unflatten(list(range(len(self.arguments))), self.in_spec))
+        path = keystr(paths[number][0])  # such as ``[0][1]`` and ``[1]['use_cache']``
+        return f"args{path[3:]}" if path.startswith("[0]") else path[5:].replace("']", "", 1)
+
     @cached_property
     def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
         """The arguments that are copied into graph inputs at each call, as pairs of index and argument."""
@@ -98,7 +108,8 @@ class Program:
             if not argument.name:
                 if value != argument.constant_value:
                     raise ModelError(
-                        f"an argument is {value!r}; the program was exported for {argument.constant_value!r}"
+                        f"{self._format_argument_path(number)} is {value!r}; the program was exported for "
+                        f"{argument.constant_value!r}"
                     )
                 continue
             dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
@@ -138,17 +149,11 @@ class Runner:
 
         program = self.program
         outputs = self.executor.run(
-            {k: _flatten_above_max_rank(v, program.graph) for k, v in program.as_graph_inputs(arguments).items()}
+            {k: v.reshape(compute_value_shape(v.shape)) for k, v in program.as_graph_inputs(arguments).items()}
         )
         tensors = {r.name: as_torch_tensor(outputs[r.name], r.shape, r.dtype) for r in program.results if r.name}
-        for number, name in program.mutated_arguments:
-            with torch.no_grad():
-                arguments[number].copy_(
-                    torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(arguments[number].shape)
-                )
+        with torch.no_grad():
+            for number, name in program.mutated_arguments:
+                argument = program.arguments[number]
+                arguments[number].copy_(as_torch_tensor(outputs[name], argument.shape, argument.dtype))
         return [tensors[r.name] if r.name else r.constant_value for r in program.results]
-
-
-def _flatten_above_max_rank(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
-    """Flatten an array with too many axes (more than five), because the graph stores such a value with one axis."""
-    return array.reshape(-1) if array.ndim > 5 else array

@@ -23,7 +23,7 @@ from pathlib import Path
 from .files import PRIVATE, replacing
 
 UNWRITABLE_FOLDER_MESSAGE = (
-    "%s cannot be kept in %s (%s), so each start makes them anew; free space, or choose another --cache-dir"
+    "%s cannot be kept in %s (%s), so each start makes them anew; free space, or set HOCKET_CACHE_DIR"
 )
 """The warning that a cache folder cannot be written."""
 EVICTED_KINDS = ("bindings", "cubins", "kernels", "merges", "plans", "prefetch", "processors")

@@ -356,7 +356,7 @@ class PlanBuilder(ShardedPlanBuilder):
         if self.user_pins or pin_discrete_choices(self.graph, self.group):
             raise PlanError(
                 "split mode layer,tensor places no single nodes and mixes no backends; "
-                "leave --place out and name devices of one kind, or use layer or tensor"
+                "leave place='REGEX=DEVICE' out and name devices of one kind, or use layer or tensor"
             )
         shares = self.tensor_split or compute_memory_proportions([device for _, device in self.group])
         where = split_layers(self.graph, [sum(shares[d] for d in group) for group in groups])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
@@ -115,7 +116,7 @@ class Store:
                     place = PackedFileKey(self._packed_files, origin, f"{spec} {which}")
                 if copies is not None:
                     runs = (layout.axis, layout.index_ranges[number]) if isinstance(layout, Shard) else None
-                    digest = device.bind_shared_weight(declared_buffer, share, runs, copies)
+                    digest = device.bind_shared_weight(declared_buffer, share, data, runs, copies)
                 else:
                     digest = device.load_weight(declared_buffer, share, release, place)
                 if self.loaded_bytes.is_own_rank_checked:
@@ -326,11 +327,17 @@ class _DeviceBuffers:
         return lambda: digest
 
     def bind_shared_weight(
-        self, declared_buffer: BufferSpec, data: Callable[[], Array], part_key: object, copies: WeightCopies
+        self,
+        declared_buffer: BufferSpec,
+        data: Callable[[], Array],
+        source: npt.ArrayLike,
+        part_key: object,
+        copies: WeightCopies,
     ) -> Callable[[], bytes]:
         """Bind a weight to memory that stores share; return a function that computes the digest of its bytes.
 
-        The memory is the source itself if the backend can read it, else a copy in `copies`.
+        `data` reads the part of this device, which `part_key` names in `copies`. A part with several ranges is a copy.
+        The device reads the array `source` of the caller if the part is a view of it and the backend can read it.
         """
         assert declared_buffer.declared_spec is not None
         declared = declared_buffer.declared_spec
@@ -338,7 +345,9 @@ class _DeviceBuffers:
         spec = BufferSpec(declared_buffer.kind, declared_buffer.name, stored.nbytes, declared, stored)
         buffer = None
         if copies.is_source_lasting and isinstance(self.backend, SupportsZeroCopyWeights):
-            buffer = self.backend.as_buffer(data(), declared)
+            part = data()
+            if isinstance(source, np.ndarray) and np.may_share_memory(part, source):
+                buffer = self.backend.as_buffer(part, declared)
         if buffer is None:
             buffer = copies.load_copy(
                 (type(self.backend), self.device, declared, stored, part_key),

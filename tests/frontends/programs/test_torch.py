@@ -381,5 +381,5 @@ class TestRefused:
             runner(torch.ones(4), 2)
         with pytest.raises(ModelError, match="int64"):
             runner(torch.ones(3, dtype=torch.int64), 2)
-        with pytest.raises(ModelError, match="exported for 2"):
+        with pytest.raises(ModelError, match=r"args\[1\] is 3; the program was exported for 2"):
             runner(torch.ones(3), 3)

@@ -8,6 +8,7 @@ import importlib.util
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
@@ -205,6 +206,75 @@ class TestOneGraphForSeveralModules:
         c = copy.deepcopy(a)
         c.bias.add_(1)
         self.assert_right(call, c, a)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    def test_parameters_that_are_transposed_or_share_memory_through_their_data(self, options):
+        """The address of a transposed matrix stays; PyTorch counts changes of parameters with the same memory apart."""
+        import torch
+
+        a, b = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
+        call = through_hocket(lambda module, x: module(x), **options)
+        self.assert_right(call, a, b)
+        a.weight.data = a.weight.data.t()
+        self.assert_right(call, a, b)
+        a.weight.mul_(2)
+        self.assert_right(call, a, b)
+        b.weight.data, b.bias.data = a.weight.data, a.bias.data
+        self.assert_right(call, b, a)
+        a.weight.add_(1)
+        self.assert_right(call, b, a)
+        b.bias.sub_(1)
+        self.assert_right(call, a, b)
+        b.weight.data = b.weight.data.clone()
+        a.weight.mul_(0.5)
+        self.assert_right(call, a, b)
+
+    @pytest.mark.long
+    def test_shards_of_several_ranges_see_changes_in_place(self, monkeypatch):
+        """Each device has a part of the values and of the gates, so its shard is no view of the parameter."""
+        import torch
+
+        from hocket.backends.host.host_backend import HostBackend
+
+        class Gated(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = torch.nn.Linear(48, 2 * 64), torch.nn.Linear(64, 48)
+
+            def forward(self, x):
+                value, gate = self.up(x).chunk(2, -1)
+                return self.down(value * gate.sigmoid())
+
+        source_arrays = []
+        as_buffer = HostBackend.as_buffer
+        monkeypatch.setattr(HostBackend, "as_buffer", lambda *args: source_arrays.append(args[1]) or as_buffer(*args))
+        a, b = Gated(), Gated()
+        call = through_hocket(lambda module, x: module(x), **DEVICES[1])
+        self.assert_right(call, a, b)
+        for parameter in a.parameters():
+            parameter.mul_(1.5)
+        self.assert_right(call, a, b)
+        memories = [parameter.detach().numpy() for module in (a, b) for parameter in module.parameters()]
+        assert source_arrays
+        assert all(any(np.may_share_memory(array, memory) for memory in memories) for array in source_arrays)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
+    def test_buffers_of_each_type_that_the_graph_changes(self, dtype):
+        import torch
+
+        def write(module, x):
+            module.cache[1:2] = x
+            return module.cache.sum()
+
+        call = through_hocket(write)
+        for _ in range(2):
+            mine, other = torch.nn.Module(), torch.nn.Module()
+            mine.cache, other.cache = (torch.zeros(3, 16, dtype=getattr(torch, dtype)) for _ in range(2))
+            x = (torch.randn(1, 16) * 3).to(getattr(torch, dtype))
+            assert nmse(call(mine, x), write(other, x)) < 1e-4
+            assert torch.equal(mine.cache, other.cache)
 
     @pytest.mark.long
     def test_the_memory_of_a_parameter_is_read_where_it_is(self):

@@ -39,58 +39,6 @@ def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model
         assert max(map(nmse, sharded, alone)) <= 1e-10
 
 
-def break_in_layers(model, monkeypatch):
-    """Make Dynamo break its graph inside each layer of `model`, and of all models of its class."""
-    import torch
-
-    layers = [layer for part in model.modules() if isinstance(part, torch.nn.ModuleList) for layer in part]
-    parts = [part for layer in layers for part in layer.children() if type(part).__module__.startswith("transformers")]
-    for cls in {type(part) for part in parts}:
-
-        def forward_after_break(self, *args, forward=cls.forward, **kwargs):
-            torch._dynamo.graph_break()
-            return forward(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, "forward", forward_after_break)
-    return len(parts)
-
-
-@pytest.mark.long
-@needs_transformers
-def test_models_that_break_in_each_layer_compute_with_their_own_parameters(torch_model, monkeypatch):
-    """Two models of a class take turns in one compiled function; then they swap parameters, and change some."""
-    import torch
-
-    from hocket.frontends.torch.dynamo import compile_graph
-
-    from ...given.models.torch_models import make_model, tensors_of
-
-    (first, arguments), (second, _) = make_model(torch_model), make_model(torch_model)
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    torch._dynamo.reset()
-    break_in_layers(first, monkeypatch)
-    call = torch.compile(lambda model, arguments: model(**arguments), backend=compile_graph)
-
-    def assert_right(*models):
-        for model in models:
-            ours, theirs = (tensors_of(f(model, arguments)) for f in (call, lambda m, a: m(**a)))
-            assert len(ours) == len(theirs) > 0
-            assert max(map(nmse, ours, theirs)) <= 1e-10
-
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        assert_right(first, second, first)
-        state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-        first.load_state_dict(second.state_dict())
-        second.load_state_dict(state)
-        assert_right(first, second)
-        for (name, mine), theirs in zip(list(first.named_parameters()), second.parameters(), strict=True):
-            owner, _, last = name.rpartition(".")
-            setattr(first.get_submodule(owner), last, torch.nn.Parameter(0.5 * mine + 0.5 * theirs))
-        assert_right(first, second)
-
-
 BY_HAND = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen3Next", "Mixtral", "Gemma2", "Gemma3", "Phi3", "Phi"),
     *("GPTNeoX", "Starcoder2", "Olmo2", "Granite", "Cohere2", "DeepseekV3"),

@@ -173,6 +173,29 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 """By class: 42 of them."""
 
+ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+IMAGE_TOKENS = {
+    **{"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "embed_dim": 8},
+    **{"latent_channels": 8, "num_embeddings": 8, "resolution": 16},
+}
+MORE_MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = {
+    "BertForSequenceClassification": ({**ENCODER, "num_labels": 3}, _make_masked_inputs),
+    "ChameleonForConditionalGeneration": (
+        {**GROUPED, "vocabulary_map": {"<image>": 3}, "vq_config": IMAGE_TOKENS},
+        _ids,
+    ),
+    "EuroBertModel": (GROUPED, _make_masked_inputs),
+    "GPTJForCausalLM": ({**TEXT, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8}, _ids),
+    "Gemma3TextModel": (
+        {**GROUPED, "query_pre_attn_scalar": 16, "sliding_window": 6, "use_bidirectional_attention": True},
+        _ids,
+    ),
+    "JinaEmbeddingsV3Model": ({**ENCODER, **ROTARY}, _make_masked_inputs),
+    "NomicBertModel": ({**ENCODER, **ROTARY, "head_dim": 16}, _make_masked_inputs),
+    "T5EncoderModel": ({**T5, "feed_forward_proj": "gated-gelu"}, _ids),
+}
+"""Classes that other tests of this suite build, too, such as the encoders of `encoders`."""
+
 
 def make_model(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model of that class with weights from a seed, in evaluation, and the keywords it is called with."""
@@ -180,7 +203,7 @@ def make_model(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    settings, arguments = MODELS[name]
+    settings, arguments = {**MODELS, **MORE_MODELS}[name]
     cls = getattr(transformers, name)
     config = cls.config_class(**settings)
     if name.startswith("Detr"):

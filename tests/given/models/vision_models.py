@@ -27,6 +27,27 @@ MODELS: Mapping[str, tuple[int, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 
+_BACKBONE = {"weights_backbone": None}
+MORE_MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "alexnet": ((1, 3, 64, 64), {}),
+        "deeplabv3_mobilenet_v3_large": ((1, 3, 64, 64), _BACKBONE),
+        "efficientnet_v2_s": ((1, 3, 64, 64), {}),
+        "fcn_resnet50": ((1, 3, 64, 64), _BACKBONE),
+        "inception_v3": ((1, 3, 96, 96), {"aux_logits": False, "init_weights": False}),
+        "lraspp_mobilenet_v3_large": ((1, 3, 64, 64), _BACKBONE),
+        "mobilenet_v2": ((1, 3, 64, 64), {}),
+        "mvit_v1_b": ((1, 3, 16, 224, 224), {}),
+        "r3d_18": ((1, 3, 4, 32, 32), {}),
+        "resnext50_32x4d": ((1, 3, 64, 64), {}),
+        "s3d": ((1, 3, 16, 64, 64), {}),
+        "swin3d_t": ((1, 3, 4, 32, 32), {}),
+        "swin_v2_t": ((1, 3, 64, 64), {}),
+        "vgg11": ((1, 3, 32, 32), {}),
+    }
+)
+"""One model of each further kind, with the shape of its picture or film."""
+
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
@@ -56,12 +77,12 @@ def make_model(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     from torchvision import models
 
     torch.manual_seed(0)
-    size, options = MODELS[name]
+    shape, options = MORE_MODELS[name] if name in MORE_MODELS else ((1, 3, *[MODELS[name][0]] * 2), MODELS[name][1])
     model = models.get_model(name, weights=None, num_classes=10, **options).eval()
     for part in model.modules():
-        if isinstance(part, torch.nn.BatchNorm2d):
+        if isinstance(part, torch.nn.BatchNorm2d | torch.nn.BatchNorm3d):
             part.running_mean.normal_(0, 0.1)
             part.running_var.uniform_(0.5, 1.5)
         if isinstance(part, torch.nn.Linear):
             torch.nn.init.normal_(part.weight, std=0.05)
-    return model, torch.randn(1, 3, size, size)
+    return model, torch.randn(shape)

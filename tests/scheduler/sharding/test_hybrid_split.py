@@ -125,7 +125,7 @@ def test_device_groups_are_machines_or_the_squarest_division():
 
 
 def test_what_cannot_be_staged_is_refused_in_one_line():
-    with pytest.raises(PlanError, match="leave --place out"):
+    with pytest.raises(PlanError, match="leave place='REGEX=DEVICE' out"):
         plan_stages(place=[("wq", "numpy:1")])
     with pytest.raises(PlanError, match="nothing to cut within a stage"):
         plan_stages(Graph({"y": ops.neg(input("x", (2,)))}))
