@@ -68,9 +68,20 @@ def format_links() -> Iterator[str]:
     yield from (f"| `{name}` | {link.bandwidth / 1e9:g} | {link.latency * 1e6:g} |\n" for name, link in LINKS.items())
 
 
+def format_folder_families() -> Iterator[str]:
+    """Yield a row for each family of Hugging Face folders."""
+    from hocket.frontends.safetensors.families import FAMILIES
+
+    yield "\n| `model_type` | architecture | rotary scaling |\n|---|---|---|\n"
+    for name, family in FAMILIES.items():
+        kinds = ", ".join(kind for kind in family.rope_kinds if kind != "default") or "none"
+        yield f"| `{name}` | `{family.architecture}` | {kinds} |\n"
+
+
 def collect_facts() -> Mapping[str, str]:
     """Return the text of each fact by its name."""
     from hocket.frontends.models import ARCHITECTURES
+    from hocket.frontends.safetensors.families import FAMILIES
     from hocket.ops.registry import REGISTRY
     from hocket.scheduler.costs.simulated_devices import MAX_SIMULATED_DEVICES
 
@@ -78,6 +89,8 @@ def collect_facts() -> Mapping[str, str]:
     return stored | {
         "architectures": f"{len(ARCHITECTURES)} architectures",
         "ops": f"{len(REGISTRY)} ops",
+        "folder-families": "".join(format_folder_families()),
+        "folder-family-count": f"{len(FAMILIES)} families",
         "speeds": "".join(format_speeds()),
         "speed-pages": format_speed_pages(),
         "machines": "".join(format_machines()),

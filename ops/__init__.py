@@ -145,6 +145,7 @@ def __getattr__(name: str) -> _Any:
     from ..graph.validation import did_you_mean
     from .other_names import OPS_BY_OTHER_NAME
 
-    named = ", then ".join(OPS_BY_OTHER_NAME.get(name, ()))
-    hint = f"; use {named}" if named else did_you_mean(name, REGISTRY) or "; `hocket ops` lists all"
+    named = OPS_BY_OTHER_NAME.get(name, (name,))
+    hint = f"; use {', then '.join(named)}" if len(named) > 1 else did_you_mean(named[0], REGISTRY)
+    hint = hint or "; `hocket ops` lists all"
     raise AttributeError(f"there is no op {name!r}{hint}")

@@ -13,7 +13,12 @@ from hocket.ops.registry import BUILTIN_OPS
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("matmul", "; use mul_mat"), ("conv2d", "; use windows, then mul_mat"), ("sofmax", "; did you mean softmax")],
+    [
+        ("matmul", "; did you mean mul_mat"),
+        ("conv2d", "; use windows, then mul_mat"),
+        ("sofmax", "; did you mean softmax"),
+        ("qqq", "; `hocket ops` lists all"),
+    ],
 )
 def test_an_unknown_name_leads_to_an_op(name: str, words: str) -> None:
     with pytest.raises(AttributeError) as caught:
