@@ -76,19 +76,19 @@ def _find_leaf(value: Value) -> Value | None:
     return value if value.node.op == "weight" else None
 
 
-def sum_squares(product: WeightProduct) -> tuple[Value, Value | int]:
+def sum_input_energy(product: WeightProduct) -> tuple[Value, Value | int]:
     """Build the sums of squares of a product, f32[matrices, columns], and the rows of each matrix.
 
     The rows are f32[matrices, 1] for chosen experts. Otherwise they are one number.
     """
     x, columns = product.x, product.x.shape[-1]
-    squares = ops.sqr(x if x.dtype is DType.F32 else ops.cast(x, dtype=DType.F32))
+    energy = ops.sqr(x if x.dtype is DType.F32 else ops.cast(x, dtype=DType.F32))
     if product.ids is None:
         if len(x.shape) > 3 and product.matrices > 1:  # [sequences, matrices, rows, columns]
-            squares = ops.permute(squares, axes=(1, 0, *range(2, len(x.shape))))
+            energy = ops.permute(energy, axes=(1, 0, *range(2, len(x.shape))))
         rows = x.spec.size // columns // product.matrices
-        squares = ops.reshape(squares, shape=(product.matrices, rows, columns))
-        sums = ops.sum_rows(ops.transpose(squares))
+        energy = ops.reshape(energy, shape=(product.matrices, rows, columns))
+        sums = ops.sum_rows(ops.transpose(energy))
         return ops.reshape(sums, shape=(product.matrices, columns)), rows
     used, inputs = product.ids.shape[-1], x.shape[-2]
     tokens = product.ids.spec.size // used
@@ -98,8 +98,8 @@ def sum_squares(product: WeightProduct) -> tuple[Value, Value | int]:
     chosen = ops.reshape(chosen, shape=(tokens, used // inputs, inputs * product.matrices))
     chosen = ops.reshape(ops.sum_rows(ops.transpose(chosen)), shape=(tokens * inputs, product.matrices))
     chosen = ops.transpose(chosen)
-    squares = ops.reshape(squares, shape=(tokens * inputs, columns))
-    return ops.mul_mat(ops.transpose(squares), chosen), ops.sum_rows(chosen)
+    energy = ops.reshape(energy, shape=(tokens * inputs, columns))
+    return ops.mul_mat(ops.transpose(energy), chosen), ops.sum_rows(chosen)
 
 
 @cache
@@ -139,7 +139,7 @@ class ProductInputWatch(StepWatch):
         for i, product in enumerate(self._select_products(graph)):
             key = (product.matrices, product.x, product.ids)
             if key not in known:  # several weights read one input
-                known[key] = sum_squares(product)
+                known[key] = sum_input_energy(product)
             sums, rows = known[key]
             values[_Label(product.name, i, rows if isinstance(rows, int) else 0).text] = sums
             if not isinstance(rows, int):

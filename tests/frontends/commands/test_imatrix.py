@@ -14,7 +14,7 @@ from hocket.frontends.inference.product_inputs import (
     ProductInputWatch,
     WeightProduct,
     find_weight_products,
-    sum_squares,
+    sum_input_energy,
 )
 from hocket.frontends.quantisation.importance import read_importance_matrix, read_importance_sums
 from hocket.graph import Graph, constant, input, weight
@@ -38,7 +38,7 @@ def imatrix(*words: object) -> int:
     return main(["imatrix", *map(str, words)])
 
 
-def refusal(capsys: Capture, *words: object) -> str:
+def run_refused_call(capsys: Capture, *words: object) -> str:
     """The one line that a refused command prints."""
     capsys.readouterr()
     assert imatrix(*words) == 2
@@ -62,7 +62,7 @@ def test_sums_and_counts_are_the_ones_of_llama_imatrix(text, tmp_path):
 
 
 def run_sums(product: WeightProduct, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    sums, rows = sum_squares(product)
+    sums, rows = sum_input_energy(product)
     outputs = {"sums": sums} | ({} if isinstance(rows, int) else {"rows": rows})
     got, _ = evaluate(Graph(outputs), arrays)
     return [got[name] for name in outputs]
@@ -141,17 +141,19 @@ def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_
 
 
 def test_wrong_calls_are_refused_in_one_line(text, tmp_path, capsys):
-    assert "needs a MODEL and a TEXT" in refusal(capsys, TINY)
-    assert "the text has 1 tokens" in refusal(capsys, TINY, write(tmp_path, "ab"), "-o", tmp_path / "o.gguf")
-    line = refusal(capsys, TINY, text, "-c", 64, "--chunk", 900, "-o", tmp_path / "o.gguf")
+    assert "needs a MODEL and a TEXT" in run_refused_call(capsys, TINY)
+    assert "the text has 1 tokens" in run_refused_call(
+        capsys, TINY, write_short_text(tmp_path, "ab"), "-o", tmp_path / "o.gguf"
+    )
+    line = run_refused_call(capsys, TINY, text, "-c", 64, "--chunk", 900, "-o", tmp_path / "o.gguf")
     assert "--chunk 900: the text has " in line
-    assert "is no importance matrix" in refusal(capsys, "--in-file", TINY, "-o", tmp_path / "o.gguf")
-    assert "No such file" in refusal(capsys, TINY, text, "-o", tmp_path / "no" / "o.gguf")
-    assert "observes the inputs" in refusal(capsys, TINY, text, "-o", tmp_path / "o.gguf", "--watch", "x")
+    assert "is no importance matrix" in run_refused_call(capsys, "--in-file", TINY, "-o", tmp_path / "o.gguf")
+    assert "No such file" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "no" / "o.gguf")
+    assert "observes the inputs" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "o.gguf", "--watch", "x")
     assert not (tmp_path / "o.gguf").exists()
 
 
-def write(folder: Path, text: str) -> Path:
+def write_short_text(folder: Path, text: str) -> Path:
     path = folder / "short.txt"
     path.write_text(text)
     return path
