@@ -11,7 +11,6 @@ from functools import cache
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from ... import ops
 from ...backends.base import Array
@@ -19,9 +18,9 @@ from ...graph import Graph, Value, constant
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
+from .prefill_chunks import F32
 from .value_watch import StepWatch
 
-F32 = npt.NDArray[np.float32]
 PRODUCT_OPS = ("mul_mat", "mul_mat_id")
 """Ops that multiply a weight, their first operand, by activations, their second operand."""
 VIEW_OPS = ("reshape", "slice", "cast")

@@ -25,7 +25,7 @@ from ..gguf.tensor import Tensor
 from ..gguf.writer import TensorDescription, encode_header, encode_pair, encode_strings, write_tensor
 
 Importances = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
+FloatSums = npt.NDArray[np.float64]
 SUMS_SUFFIX, COUNTS_SUFFIX = ".in_sum2", ".counts"
 DATASETS_KEY, CHUNK_COUNT_KEY, CHUNK_SIZE_KEY = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
@@ -74,8 +74,8 @@ class ImportanceSums:
 
     def __init__(self, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
-        self.sums: dict[str, F64] = {}
-        self.counts: dict[str, F64] = {}
+        self.sums: dict[str, FloatSums] = {}
+        self.counts: dict[str, FloatSums] = {}
         self.datasets: list[str] = []
 
     def add(self, name: str, sums: npt.NDArray[np.floating], counts: npt.NDArray[np.floating]) -> None:

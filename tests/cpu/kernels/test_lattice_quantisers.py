@@ -9,10 +9,10 @@ from hocket.backends.cpu.kernels.quantisers.row_quantiser import quantise_rows
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import BLOCK_LAYOUTS, dequantise, load_code_book
 
-from .test_quantisers import normal_rows, special_rows, weighted_nmse
+from ...given.quantiser_rows import normal_rows, special_rows, weighted_nmse
 
 LATTICES = (DType.IQ3_XXS, DType.IQ2_S, DType.IQ2_XS, DType.IQ2_XXS, DType.IQ1_M, DType.IQ1_S)
-MAX_NMSE = {
+ERROR_BOUNDS = {
     DType.IQ3_XXS: 0.0329,
     DType.IQ2_S: 0.0597,
     DType.IQ2_XS: 0.0852,
@@ -77,17 +77,17 @@ def test_entries_and_signs_are_nearly_as_good_as_the_best_of_all(dtype):
     assert error.sum() <= MAX_EXCESS * best.sum()
 
 
-@pytest.mark.parametrize("dtype", MAX_NMSE, ids=str)
+@pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_the_error_of_normal_numbers_is_below_a_bound_that_one_wrong_byte_per_block_exceeds(dtype):
     x = normal_rows()
     raw = quantise_rows(x, dtype)
-    assert weighted_nmse(dequantise(raw, dtype), x) < MAX_NMSE[dtype]
+    assert weighted_nmse(dequantise(raw, dtype), x) < ERROR_BOUNDS[dtype]
     wrong = raw.copy().reshape(-1, dtype.block_bytes)
     wrong[:, 7] ^= 0x5A
-    assert weighted_nmse(dequantise(wrong.reshape(raw.shape), dtype), x) > MAX_NMSE[dtype]
+    assert weighted_nmse(dequantise(wrong.reshape(raw.shape), dtype), x) > ERROR_BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("dtype", MAX_NMSE, ids=str)
+@pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_special_rows_are_stored_with_finite_scales(dtype):
     x = special_rows(dtype.block)
     got = dequantise(quantise_rows(x, dtype), dtype)
@@ -97,7 +97,7 @@ def test_special_rows_are_stored_with_finite_scales(dtype):
         assert np.abs(got[row] - x[row]).max() <= 0.2 * np.abs(x[row]).max()
 
 
-@pytest.mark.parametrize("dtype", MAX_NMSE, ids=str)
+@pytest.mark.parametrize("dtype", ERROR_BOUNDS, ids=str)
 def test_importances_lower_the_error_of_important_columns(dtype):
     x = normal_rows()
     importance = np.random.default_rng(4).random(x.shape[1]).astype(np.float32) ** 3
