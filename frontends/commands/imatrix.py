@@ -91,8 +91,9 @@ def add_text(args: argparse.Namespace, sums: ImportanceSums) -> None:
         raise ModelError(f"--chunk {args.chunk}: the text has {total} chunks of {context} tokens; skip fewer")
     total = min(total - args.chunk, args.chunks or total)
     tokens = tokens[args.chunk * context :][: total * context]
-    names = {n for n in model.gguf.tensors if args.process_output or BLOCK_MARK in n}
-    watch = ProductInputWatch(names.__contains__, sums.add)
+    # An encoder may have other names in its file than in its graph.
+    names = {n: t.name for n, t in model.gguf.tensors.items() if args.process_output or BLOCK_MARK in n}
+    watch = ProductInputWatch(names.__contains__, lambda name, *arrays: sums.add(names[name], *arrays))
     session = open_session_from_flags(args, model, context, watch=watch)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     steps = run_chunks(session, tokens, bos=bos, needs_logits=args.process_output)
