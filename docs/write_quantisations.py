@@ -63,6 +63,9 @@ are no whole number of blocks, then the tensor has the dtype in the last column.
 - With an importance matrix the scales of `Q4_0` and `Q5_0` are searched too.
 - `nvfp4` is a dtype for `--tensor-type`; no file type has it.
 
+An interrupted run of `hocket quantize` leaves no file; start it again. An interrupted run of `hocket imatrix` goes on
+with `--in-file OUT --chunk READ`, where READ is the number of chunks in the file.
+
 [A comparison with llama-quantize](../benchmarks/results/2026-11-29-zen5-quantize.md) has errors and times.
 """
 TAIL = """

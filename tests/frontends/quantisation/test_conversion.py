@@ -192,6 +192,22 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
     )
 
 
+def test_few_bits_need_importances_except_in_a_dry_run(tmp_path, capsys):
+    weight = np.random.default_rng(7).standard_normal((4, 256)).astype(np.float32)
+    name, out = "blk.0.ffn_up.weight", tmp_path / "out.gguf"
+    model = write_tensors(tmp_path / "m.gguf", {name: weight, "token_embd.weight": weight})
+    for kind in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq3_xxs"):
+        line = refusal(capsys, model, out, kind)
+        assert f"tensor {name}: {kind} in type {kind.upper()} needs importances of its columns; make them" in line
+    assert quantize(model, out, "iq2_xs", "--dry-run") == 0
+    assert not out.exists()
+    sums = {f"{name}.in_sum2": np.ones((1, 256), np.float32), f"{name}.counts": np.ones((1, 1), np.float32)}
+    matrix = write_tensors(tmp_path / "i.gguf", sums)
+    assert quantize(model, out, "iq2_xs", "--imatrix", matrix) == 0
+    assert open_gguf(out).tensor(name).dtype is DType.IQ2_XS
+    assert quantize(model, out, "q1_0") == 0
+
+
 def test_a_split_model_is_written_as_one_file_or_in_as_many_files(tmp_path):
     rng = np.random.default_rng(2)
     weights = {f"blk.0.ffn_{name}.weight": rng.standard_normal((8, 64)).astype(np.float32) for name in ("up", "down")}

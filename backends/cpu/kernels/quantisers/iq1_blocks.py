@@ -103,13 +103,18 @@ def write_both_lists(scratch, group, unit, table, positive, negative):
 
 
 @subroutine
-def write_block_lists(scratch, block, table):
-    """Write the lists of block number `block` of IQ1_S, choose the sign of the shift, and store the scale."""
+def write_all_lists(scratch, table):
+    """Write the lists of all groups of IQ1_S for both signs of the shift."""
+    for k in range(32):  # one long loop: LLVM would unroll a loop over the groups of a block
+        unit = find_largest(scratch + MAGNITUDES + 128 * (k >> 2), 32) / TOP_LEVEL
+        to = scratch + LISTS + LIST_BYTES * k
+        write_both_lists(scratch, k, unit, table, to, to + NEGATIVE_LISTS)
+
+
+@subroutine
+def choose_shift(scratch, block):
+    """Choose the sign of the shift of block number `block` of IQ1_S, and store the scale of the block."""
     base = LISTS + 4 * LIST_BYTES * block
-    unit = find_largest(scratch + MAGNITUDES + 128 * block, 32) / TOP_LEVEL
-    for g in range(4):
-        to = scratch + base + LIST_BYTES * g
-        write_both_lists(scratch, 4 * block + g, unit, table, to, to + NEGATIVE_LISTS)
     scale, error = find_block_scale(scratch + base, 4)
     other_scale, other_error = find_block_scale(scratch + base + NEGATIVE_LISTS, 4)
     is_negative = 1 if other_error < error else 0
@@ -129,8 +134,9 @@ def quantise_iq1_s(a, thread, threads):
             block, source = y + (i * columns + c) // SUPER_BLOCK * 50, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, SUPER_BLOCK)
             copy_numbers(source, scratch)
+            write_all_lists(scratch, table)
             for j in range(8):
-                write_block_lists(scratch, j, table)
+                choose_shift(scratch, j)
             common = round_scalar_to_half(choose_common_scale(scratch, 8, 4, MAX_SCALE_CODE))
             store_lane_0_as_f16(block, splat(common))
             for j in range(8):
