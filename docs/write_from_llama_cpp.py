@@ -30,6 +30,9 @@ hocket bench -m model.gguf -p 512 -n 128 -t 2
 llama-perplexity -m model.gguf -f text.txt -c 512
 hocket perplexity -m model.gguf -f text.txt -c 512
 
+llama-imatrix -m model.gguf -f text.txt -o imatrix.gguf
+hocket imatrix -m model.gguf -f text.txt -o imatrix.gguf
+
 llama-server -m model.gguf -np 4 -c 16384
 hocket serve -m model.gguf -np 4 -c 4096
 ```

@@ -38,13 +38,16 @@ WRITTEN_FILES = """
 
 ```sh
 hocket quantize model-f16.gguf model-q4_k_m.gguf Q4_K_M --dry-run
+hocket imatrix model-f16.gguf text.txt -o imatrix.gguf
 hocket quantize model-f16.gguf model-q4_k_m.gguf Q4_K_M --imatrix imatrix.gguf
 hocket compare model-f16.gguf model-q4_k_m.gguf -f text.txt
 ```
 
 1. The first command prints the dtype of each tensor and the size of the file.
-2. The second command writes the file. The importance matrix is a GGUF file of `llama-imatrix`; it is optional.
-3. The third command measures the change: KL divergence, equal top tokens, and the perplexities of both files.
+2. The second command makes an importance matrix from a text. The types of `IQ1`, `IQ2`, `IQ3_XXS`, `IQ3_XS` and
+   `Q2_K_S` need one, as in `llama-quantize`. A file of `llama-imatrix` is also read.
+3. The third command writes the file.
+4. The fourth command measures the change: KL divergence, equal top tokens, and the perplexities of both files.
 
 A type is a mixture: important tensors have more bits, by the rules of `llama-quantize`. `--pure` gives all matrices the
 dtype of the type. `--tensor-type REGEX=DTYPE` sets the dtype of tensors with a matching name. If the rows of a tensor
@@ -56,7 +59,12 @@ are no whole number of blocks, then the tensor has the dtype in the last column.
 - "By range" means that the largest number of a block determines its scale. The bytes are equal to the bytes of ggml.
 - "Searched" means that the scale of a block is the one with the smallest error. Numbers have weights in this error: the
   importance of their column if it is known, times their magnitude.
+- "Mean" means that the scale is the mean magnitude, weighted by importances.
 - With an importance matrix the scales of `Q4_0` and `Q5_0` are searched too.
+- `nvfp4` is a dtype for `--tensor-type`; no file type has it.
+
+An interrupted run of `hocket quantize` leaves no file; start it again. An interrupted run of `hocket imatrix` goes on
+with `--in-file OUT --chunk READ`, where READ is the number of chunks in the file.
 
 [A comparison with llama-quantize](../benchmarks/results/2026-11-29-zen5-quantize.md) has errors and times.
 """
@@ -126,7 +134,8 @@ def format_file_types() -> Iterator[str]:
     for one in FILE_TYPES.values():
         smaller = fit_dtype(one.dtype, 32)
         replaced = f"`{smaller}`" if smaller is not one.dtype else "f16" if one.dtype.is_quantised else ""
-        scales = "" if not one.dtype.is_quantised else "by range" if one.dtype in by_range else "searched"
+        scales = "by range" if one.dtype in by_range else "mean" if one.dtype is DType.Q1_0 else "searched"
+        scales = scales if one.dtype.is_quantised else ""
         yield f"| `{one.name}` | `{one.dtype}` | {scales} | {replaced} |\n"
 
 

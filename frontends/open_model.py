@@ -15,7 +15,7 @@ from .adapters import ScaledFile, read_adapters
 from .errors import ModelError
 from .gguf import Gguf, open_gguf
 from .inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT, DeviceGroup, LoadProgress, Session
-from .inference.value_watch import ValueWatch
+from .inference.value_watch import StepWatch
 from .models import Model, load_model
 from .safetensors import is_model_folder, open_folder
 
@@ -84,7 +84,7 @@ def open_session(
     on: DeviceGroup,
     context: int | None = None,
     batch: int = DEFAULT_BATCH,
-    watch: ValueWatch | None = None,
+    watch: StepWatch | None = None,
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
@@ -95,7 +95,7 @@ def open_session(
         on: The devices.
         context: Tokens per sequence.
         batch: Maximum new tokens of one run.
-        watch: Values to watch, with a callback for their statistics.
+        watch: An observer of the steps.
         world: The ranks.
         sequences: Number of sequences.
     """

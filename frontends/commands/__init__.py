@@ -12,6 +12,7 @@ COMMAND_HELP = {
     "perplexity": "Print the perplexity of a text under a model.",
     "compare": "Print the difference of two models with one vocabulary on a text.",
     "quantize": "Write a model file with smaller weights.",
+    "imatrix": "Write an importance matrix for quantisation, from a text.",
     "convert": "Write a Hugging Face folder as a GGUF file.",
     "bench": "Measure the speed of prefill and decode of a model.",
     "dump": "Print a graph.",

@@ -42,7 +42,11 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add("--output-tensor-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the output matrix")
     add("--token-embedding-type", type=parse_dtype_name, metavar="DTYPE", help="dtype of the token embedding")
     add("--leave-output-tensor", action="store_true", help="keep the dtype of output.weight")
-    add("--imatrix", metavar="FILE", help="importance matrix in GGUF form; errors of important columns count more")
+    add(
+        "--imatrix",
+        metavar="FILE",
+        help="importance matrix of hocket imatrix; errors of important columns count more",
+    )
     add("--allow-requantize", action="store_true", help="quantise weights that are quantised already")
     add("--keep-split", action="store_true", help="write as many files as the model has")
     add("--dry-run", action="store_true", help="print the dtypes and the size, and write nothing")
@@ -95,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     importance = read_importance_matrix(args.imatrix) if args.imatrix else None
     if not args.dry_run:
         require_writable(args.output)
-    plan = plan_conversion(model, request, importance, requantises=args.allow_requantize or args.dry_run)
+    plan = plan_conversion(
+        model, request, importance, requantises=args.allow_requantize or args.dry_run, is_dry_run=args.dry_run
+    )
     _report_exceptions(plan)
     if args.dry_run:
         write_to_stdout(describe_plan(plan, every_tensor=True))

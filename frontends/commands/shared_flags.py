@@ -14,7 +14,7 @@ from ...scheduler import SPLIT_MODE_NAMES
 from ..errors import ModelError
 from ..inference.device_group import CACHE_DTYPES
 from ..inference.session import DEFAULT_BATCH, DeviceGroup, Session
-from ..inference.value_watch import ValueWatch
+from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
 from ..open_model import open_adapted_model, open_session
 from ..terminal.arguments import (
@@ -231,7 +231,9 @@ def value_watch_from_flags(args: argparse.Namespace) -> ValueWatch | None:
     )
 
 
-def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
+def open_session_from_flags(
+    args: argparse.Namespace, model: Model, context: int, *, watched: bool = True, watch: StepWatch | None = None
+) -> Session:
     """Open a session as the flags describe it.
 
     Args:
@@ -239,6 +241,7 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
         model: The model.
         context: Context in tokens.
         watched: False ignores the flag `--watch`.
+        watch: An observer of the steps, in place of the flag `--watch`.
     """
     if args.cache_dir:
         os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
@@ -247,7 +250,7 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
     computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes_from_flags(args)}
     computed["keep_packed"] = args.keep_packed
     group = device_group_from_flags(args, threads=args.threads, **computed)
-    watch = value_watch_from_flags(args) if watched else None
+    watch = watch or (value_watch_from_flags(args) if watched else None)
     return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
 
 

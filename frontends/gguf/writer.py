@@ -56,6 +56,12 @@ def encode_pair(key: str, kind: MetadataType, value: int | float | str) -> bytes
     return encode_string(key) + struct.pack("<I", kind.number) + raw
 
 
+def encode_strings(key: str, strings: Sequence[str]) -> bytes:
+    """Return a metadata pair with an array of strings."""
+    kind = struct.pack("<IIQ", MetadataType.ARRAY.number, MetadataType.STRING.number, len(strings))
+    return encode_string(key) + kind + b"".join(map(encode_string, strings))
+
+
 def read_encoded_pairs(path: Path) -> dict[str, bytes]:
     """Return the metadata pairs of one file as bytes, by their keys, in the order of the file.
 

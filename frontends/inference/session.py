@@ -46,7 +46,7 @@ from .prefill_chunks import (
     split_output_rows,
     split_tokens_into_chunks,
 )
-from .value_watch import ValueWatch
+from .value_watch import StepWatch
 
 if TYPE_CHECKING:
     from ...scheduler import PipelinedPlan, Trace, ValueDifference
@@ -68,7 +68,7 @@ class Session:
     this number on, in the memory of `like`; only its lengths are its own.
 
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
-    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence, for n-gram
+    devices. `watch` observes values of every step. `recent` has the last tokens per sequence, for n-gram
     models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit.
     """
 
@@ -81,7 +81,7 @@ class Session:
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
-        watch=instance_of(ValueWatch) | NONE,
+        watch=instance_of(StepWatch) | NONE,
         on_progress=CALLABLE | NONE,
         world=instance_of(World),
     )
@@ -95,7 +95,7 @@ class Session:
         sequences: int = 1,
         context: int | None = None,
         batch: int = DEFAULT_BATCH,
-        watch: ValueWatch | None = None,
+        watch: StepWatch | None = None,
         on_progress: Callable[[LoadProgress], None] | None = None,
         world: World = SINGLE_PROCESS,
     ) -> None:

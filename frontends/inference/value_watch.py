@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,33 @@ class StepStatistics:
         yield from format_table(rows, "llrrrrr")
 
 
+class StepWatch(ABC):
+    """An observer of the steps of a session: it adds outputs to their graphs, and gets the outputs of each step.
+
+    Steps have no padding, so that outputs contain real tokens only. An added output is gathered from all devices.
+    """
+
+    @abstractmethod
+    def require_match(self, graph: Graph) -> None:
+        """Require that the graph of a step has values to observe; called before weights are loaded."""
+
+    @abstractmethod
+    def add_watched_outputs(self, graph: Graph) -> Graph:
+        """Return the graph with the observed values as additional outputs."""
+
+    @abstractmethod
+    def report_step(self, outputs: Mapping[str, Array], first_position: int, token_count: int) -> None:
+        """Receive the outputs of a step.
+
+        Args:
+            outputs: The outputs by name, with the additional ones.
+            first_position: The position of the first token of the step.
+            token_count: The number of tokens of the step.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class ValueWatch:
+class ValueWatch(StepWatch):
     """Watches graph values with names that match a regular expression, and reports their statistics after each step.
 
     A watched value is gathered from all devices. Steps have no padding, so that statistics do not count it. A fused

@@ -35,7 +35,7 @@ from ..gguf.writer import (
     write_tensor,
 )
 from .importance import ImportanceMatrix, Importances
-from .type_choice import EMBEDDING_NAMES, ModelFacts, TypeRequest, choose_dtypes, fit_dtype
+from .type_choice import EMBEDDING_NAMES, IMPORTANCE_DTYPES, ModelFacts, TypeRequest, choose_dtypes, fit_dtype
 
 PART_ELEMENTS = 1 << 20
 """Elements that a thread converts at a time."""
@@ -113,7 +113,12 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    model: Gguf, request: TypeRequest, importance: ImportanceMatrix | None = None, *, requantises: bool = False
+    model: Gguf,
+    request: TypeRequest,
+    importance: ImportanceMatrix | None = None,
+    *,
+    requantises: bool = False,
+    is_dry_run: bool = False,
 ) -> ConversionPlan:
     """Choose the dtype of each tensor and check that the conversion is possible.
 
@@ -122,6 +127,7 @@ def plan_conversion(
         request: The wishes of the user.
         importance: Importances of the columns of weights.
         requantises: Whether quantised tensors may be quantised again, which adds their errors.
+        is_dry_run: Whether nothing will be written, so that missing importances do not matter.
 
     Raises:
         ModelError: A quantised tensor would be quantised again, or importances are missing or have wrong shapes.
@@ -139,12 +145,19 @@ def plan_conversion(
                 "rounding adds its error; start from a file of f32, f16 or bf16, or add --allow-requantize"
             )
         found = importance.find(c.tensor) if importance is not None else None
-        needs = request.file_type.name == "Q2_K_S" and c.dtype is DType.Q2_K
-        if needs and found is None and c.tensor.name not in (*EMBEDDING_NAMES, "output.weight"):
+        if found is None and not is_dry_run and needs_importances(c, request):
             raise ModelError(
-                f"tensor {name}: type Q2_K_S needs importances of its columns; give --imatrix FILE, or use Q2_K"
+                f"tensor {name}: {c.dtype} in type {request.file_type.name} needs importances of its columns; "
+                "make them with hocket imatrix, and give --imatrix FILE"
             )
     return ConversionPlan(model, request, conversions, importance)
+
+
+def needs_importances(conversion: TensorConversion, request: TypeRequest) -> bool:
+    """Return whether llama-quantize refuses the conversion of a tensor without importances."""
+    is_small = request.file_type.name == "Q2_K_S" and conversion.dtype is DType.Q2_K
+    is_look_up = conversion.tensor.name in (*EMBEDDING_NAMES, "output.weight")
+    return (is_small or conversion.dtype in IMPORTANCE_DTYPES) and not is_look_up
 
 
 def read_facts(model: Gguf, *, has_importances: bool) -> ModelFacts:

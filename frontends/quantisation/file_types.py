@@ -45,26 +45,28 @@ FILE_TYPES = {
         FileType("MXFP4_MOE", 38, DType.MXFP4),
         FileType("IQ3_M", 27, DType.IQ3_S),
         FileType("IQ3_S", 26, DType.IQ3_S),
+        FileType("IQ3_XS", 22, DType.IQ3_S),
+        FileType("IQ3_XXS", 23, DType.IQ3_XXS),
         FileType("Q3_K_L", 13, DType.Q3_K),
         FileType("Q3_K_M", 12, DType.Q3_K),
         FileType("Q3_K_S", 11, DType.Q3_K),
         FileType("Q2_K", 10, DType.Q2_K),
         FileType("Q2_K_S", 21, DType.Q2_K),
+        FileType("IQ2_M", 29, DType.IQ2_S),
+        FileType("IQ2_S", 28, DType.IQ2_XS),
+        FileType("IQ2_XS", 20, DType.IQ2_XS),
+        FileType("IQ2_XXS", 19, DType.IQ2_XXS),
+        FileType("Q2_0", 41, DType.Q2_0),
         FileType("TQ2_0", 37, DType.TQ2_0),
+        FileType("IQ1_M", 31, DType.IQ1_M),
+        FileType("IQ1_S", 24, DType.IQ1_S),
         FileType("TQ1_0", 36, DType.TQ1_0),
+        FileType("Q1_0", 40, DType.Q1_0),
     )
 }
 """The types by name, from the largest to the smallest files of each group."""
 OTHER_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "FP16": "F16", "FP32": "F32"}
 """Short names of types."""
-MISSING_FILE_TYPES = {
-    name: "IQ3_S" if name.startswith("IQ3") else "Q2_K"
-    for name in (
-        *("IQ3_XS", "IQ3_XXS", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
-        *("NVFP4", "Q1_0", "Q2_0"),
-    )
-}
-"""Types that llama-quantize writes and hocket does not, with the nearest one that hocket writes."""
 
 
 def find_writable_dtype(text: str) -> DType | None:
@@ -76,13 +78,14 @@ def parse_file_type(text: str) -> FileType:
     """Return the file type with a name; upper and lower case are equal.
 
     Raises:
-        ModelError: There is no such type, or hocket has no quantiser for it.
+        ModelError: There is no such type.
     """
     name = text.upper()
     name = OTHER_NAMES.get(name, name)
-    if name in MISSING_FILE_TYPES:
+    if name not in FILE_TYPES and find_writable_dtype(name) is not None:
         raise ModelError(
-            f"type {name}: there is no quantiser for its code book yet; the nearest type is {MISSING_FILE_TYPES[name]}"
+            f"type {name}: it is a dtype of tensors, but not a type of files; give another type, and "
+            f"--tensor-type REGEX={name.lower()}"
         )
     if name not in FILE_TYPES:
         hint = did_you_mean(name, FILE_TYPES) or f"; one of {', '.join(FILE_TYPES)}"

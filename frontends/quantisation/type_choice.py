@@ -74,6 +74,15 @@ Q8_NAMES_BY_ARCHITECTURE = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj
 FALLBACK_DTYPES = {
     DType.IQ4_XS: DType.IQ4_NL,
     DType.IQ3_S: DType.IQ4_NL,
+    DType.IQ3_XXS: DType.IQ4_NL,
+    DType.IQ2_S: DType.IQ4_NL,
+    DType.IQ2_XS: DType.IQ4_NL,
+    DType.IQ2_XXS: DType.IQ4_NL,
+    DType.IQ1_M: DType.IQ4_NL,
+    DType.IQ1_S: DType.IQ4_NL,
+    DType.Q1_0: DType.Q4_0,
+    DType.Q2_0: DType.Q4_0,
+    DType.NVFP4: DType.MXFP4,
     DType.Q2_K: DType.Q4_0,
     DType.Q3_K: DType.Q4_0,
     DType.TQ1_0: DType.Q4_0,
@@ -82,7 +91,23 @@ FALLBACK_DTYPES = {
     DType.Q5_K: DType.Q5_1,
     DType.Q6_K: DType.Q8_0,
 }
-"""The dtype with blocks of 32 for rows that are no whole number of blocks of 256."""
+"""The dtype with blocks of 32 for rows that are no whole number of longer blocks."""
+FEW_BIT_KINDS = ("IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S")
+"""File types of fewer than 3 bits with code books, which have mixture rules of their own."""
+LARGER_FEW_BIT_KINDS = ("IQ2_M", "IQ2_S")
+"""The types among them with 3 bits where the others have 2."""
+FIVE_BIT_OUTPUT_KINDS = (*FEW_BIT_KINDS, "IQ3_XXS")
+"""File types with an output matrix of 5 bits."""
+EMBEDDING_DTYPES = {
+    **dict.fromkeys(FEW_BIT_KINDS, DType.Q2_K),
+    **dict.fromkeys((*LARGER_FEW_BIT_KINDS, "IQ3_XXS"), DType.IQ3_S),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), DType.Q4_K),
+}
+"""The dtype of a token embedding that is not the output matrix, by file type."""
+QUERY_AND_KEY = {"IQ3_XS": DType.IQ3_XXS, "IQ3_XXS": DType.IQ2_S}
+"""The dtype of the query and key matrices of attention, by file type."""
+IMPORTANCE_DTYPES = (DType.IQ3_XXS, DType.IQ2_S, DType.IQ2_XS, DType.IQ2_XXS, DType.IQ1_M, DType.IQ1_S)
+"""Dtypes with few codes for a group of numbers, which need importances, as in llama-quantize."""
 LARGE_LAYER_COUNTS = {"llama": 80, "deci": 80, "olmo": 80, "qwen2": 80, "jais2": 68}
 """Layers of models with 70 billion parameters, by architecture."""
 
@@ -243,12 +268,20 @@ class _Mixture:
             has_experts = len(tensor.shape) > 2 and tensor.shape[-3] > 1
             return DType.MXFP4 if has_experts else DType.Q8_0
         if part is ModelPart.EMBEDDING:
-            return DType.Q4_K if kind in ("TQ1_0", "TQ2_0") else default
+            return EMBEDDING_DTYPES.get(kind, default)
+        if kind in FEW_BIT_KINDS:
+            return self._mix_few_bits(kind, part, default)
         if part in VALUE_PARTS:
             return self._mix_value(kind, default)
         eight = self.facts.expert_count == 8
         if part is ModelPart.KEY:
-            return DType.Q8_0 if eight else default
+            return DType.Q8_0 if eight else QUERY_AND_KEY.get(kind, default)
+        if part is ModelPart.QUERY:
+            return QUERY_AND_KEY.get(kind, default)
+        if part in (ModelPart.GATE, ModelPart.UP):
+            layer, layers = self._count_layer(tensor, part.value), self.facts.layer_count
+            is_middle = layers // 8 <= layer < 7 * layers // 8
+            return DType.IQ3_XXS if kind == "IQ3_XS" and is_middle else default
         if part is ModelPart.DOWN:
             return self._mix_down(tensor, kind, default)
         if part is ModelPart.ATTENTION_OUTPUT:
@@ -262,7 +295,41 @@ class _Mixture:
         if self.request.output_dtype is not None:
             return self.request.output_dtype
         has_8_bits = self.facts.architecture == "falcon" or tensor.shape[-1] % default.block
-        return DType.Q8_0 if has_8_bits or default in (DType.Q8_0, DType.MXFP4) else DType.Q6_K
+        if has_8_bits or default in (DType.Q8_0, DType.MXFP4):
+            return DType.Q8_0
+        return DType.Q5_K if self.request.file_type.name in FIVE_BIT_OUTPUT_KINDS else DType.Q6_K
+
+    def _mix_few_bits(self, kind: str, part: ModelPart, default: DType) -> DType:
+        """Return the dtype of a matrix in a file type of fewer than 3 bits with code books."""
+        more_bits = DType.IQ3_S if kind in LARGER_FEW_BIT_KINDS else DType.Q2_K
+        experts = self.facts.expert_count
+        if part in VALUE_PARTS:
+            return DType.Q4_K if self.facts.query_groups >= 4 or experts >= 4 else more_bits
+        if part is ModelPart.KEY and experts == 8:
+            return DType.Q4_K
+        if part is ModelPart.DOWN:
+            number, self.seen["down"] = self.seen["down"], self.seen["down"] + 1
+            return more_bits if number < self.facts.layer_count // 8 else default
+        if part is ModelPart.ATTENTION_OUTPUT:
+            if experts == 8:
+                return DType.Q5_K
+            if kind in LARGER_FEW_BIT_KINDS:
+                return DType.IQ3_S
+            return DType.IQ2_XXS if kind in ("IQ1_S", "IQ1_M") else default
+        return default
+
+    def _count_layer(self, tensor: Shaped, part: str) -> int:
+        """Return the layer of a tensor: the number of tensors of its part before it, or the number in its name.
+
+        Raises:
+            ModelError: The number in the name is beyond the layers of the model.
+        """
+        layer, self.seen[part] = self.seen[part], self.seen[part] + 1
+        if self.facts.expert_count > 1:  # files with one tensor for each expert have several of them in a layer
+            layer = find_layer(tensor.name)
+            if not 0 <= layer < self.facts.layer_count:
+                raise ModelError(f"tensor {tensor.name}: its layer is {layer}; need 0 to {self.facts.layer_count - 1}")
+        return layer
 
     def _mix_value(self, kind: str, default: DType) -> DType:
         """Return the dtype of an attention value matrix, which is small and matters much for the error."""
@@ -270,8 +337,10 @@ class _Mixture:
         is_grouped, dtype = self.facts.query_groups >= 4, default
         if kind == "Q2_K":
             dtype = DType.Q4_K if is_grouped else DType.Q3_K
-        elif kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_S") and is_grouped):
+        elif kind == "IQ3_M" or (kind in ("Q2_K_S", "IQ3_S", "IQ3_XS", "IQ3_XXS") and is_grouped):
             dtype = DType.Q4_K
+        elif kind == "IQ3_XXS" and not self.facts.has_importances:
+            dtype = DType.IQ3_S
         elif kind == "Q3_K_M":
             dtype = DType.Q5_K if number < 2 else DType.Q4_K
         elif kind == "Q3_K_L" or (kind in ("IQ4_NL", "IQ4_XS") and is_grouped):
@@ -287,16 +356,14 @@ class _Mixture:
     def _mix_down(self, tensor: Shaped, kind: str, default: DType) -> DType:
         """Return the dtype of a down matrix of a feed-forward layer."""
         layers, falcon = self.facts.layer_count, self.facts.architecture == "falcon"
-        layer, self.seen["down"] = self.seen["down"], self.seen["down"] + 1
-        if self.facts.expert_count > 1:  # files with one tensor for each expert have several of them in a layer
-            layer = find_layer(tensor.name)
-            if not 0 <= layer < layers:
-                raise ModelError(f"tensor {tensor.name}: its layer is {layer}; need 0 to {layers - 1}")
+        layer = self._count_layer(tensor, "down")
         is_early, has_more = layer < layers // 8, gets_more_bits(layer, layers)
         if kind == "Q3_K_M":
             if layer < layers // 16:
                 return DType.Q5_K
             return DType.Q4_K if not falcon or has_more else DType.Q3_K
+        if kind == "IQ3_XXS" and not self.facts.has_importances:
+            return DType.Q4_K if is_early else DType.Q3_K
         if kind == "Q4_K_M" and falcon:
             return DType.Q6_K if layer < layers // 16 else DType.Q5_K if has_more else DType.Q4_K
         rules: Mapping[str, tuple[bool, DType]] = {
@@ -316,8 +383,18 @@ class _Mixture:
         return dtype if applies else default
 
 
-ATTENTION_OUTPUT = {"Q2_K": DType.Q3_K, "Q3_K_M": DType.Q4_K, "Q3_K_L": DType.Q5_K, "IQ3_M": DType.Q4_K}
+ATTENTION_OUTPUT = {
+    "Q2_K": DType.Q3_K,
+    "Q3_K_M": DType.Q4_K,
+    "Q3_K_L": DType.Q5_K,
+    "IQ3_M": DType.Q4_K,
+    "IQ3_XXS": DType.IQ3_S,
+}
 """The dtype of the output matrix of attention, by file type."""
 ATTENTION_OUTPUT_OF_8_EXPERTS = dict.fromkeys(
-    ("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS", "IQ3_S", "IQ3_M"), DType.Q5_K
+    (
+        *("Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "Q4_K_S", "Q4_K_M", "IQ4_XS"),
+        *("IQ3_S", "IQ3_M", "IQ3_XS", "IQ3_XXS"),
+    ),
+    DType.Q5_K,
 )

@@ -326,7 +326,7 @@ PROGRAM_REMEDIES = {
     "test-backend-ops": "use hocket check",
     "llama-server": "use hocket serve; -c is the context of each slot there",
     "llama-quantize": "use hocket quantize",
-    "llama-imatrix": "hocket quantize --imatrix reads a matrix; llama-imatrix makes one",
+    "llama-imatrix": "use hocket imatrix",
     "llama-gguf-split": "hocket reads split files; llama-gguf-split writes them",
     "llama-export-lora": "hocket run --lora FILE applies an adapter; llama-export-lora writes a model",
     "convert_hf_to_gguf": "use hocket convert FOLDER OUT.gguf; all commands that run a model take such folders, too",

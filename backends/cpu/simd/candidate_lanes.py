@@ -1,4 +1,7 @@
-"""Lanes as candidates: each lane has its own scale for the same numbers, and the best lane is selected."""
+"""Lanes as candidates: each lane has its own scale for the same numbers, and the best lane is selected.
+
+Lanes also look numbers up in a table of 16 numbers that a vector holds.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,22 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from .vectors import ADDRESS, FLOAT, FLOATS, INTS, LANES, Intrinsic, call_generic, intrinsic, llvm_type
+from ..target_cpu import find_target_features
+from .vectors import (
+    ADDRESS,
+    FLOAT,
+    FLOATS,
+    INTS,
+    LANES,
+    Intrinsic,
+    call_generic,
+    emit_llvm_call,
+    intrinsic,
+    llvm_type,
+)
 
 _F, _I, _f32, _i32, _i64 = llvm_type(FLOATS), llvm_type(INTS), ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_MASK_BITS = ir.IntType(LANES)
+_MASK_BITS, _i16, _HALF_LANES = ir.IntType(LANES), ir.IntType(16), LANES // 2
 
 
 def make_lane_constant(values: Sequence[float]) -> Intrinsic:
@@ -42,3 +57,48 @@ def splat_scalar(b, value):
     """Emit a vector with `value` in each lane."""
     one = b.insert_element(ir.Constant(_F, ir.Undefined), value, ir.Constant(_i32, 0))
     return b.shuffle_vector(one, one, ir.Constant(_I, [0] * LANES))
+
+
+def _lanes(order: range | list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_i32, len(order)), list(order))
+
+
+@intrinsic(FLOATS, FLOATS, INTS)
+def look_up_lanes(b, table, indices):
+    """Look up each lane in a table of 16 numbers: lane i of the result is ``table[indices[i] & 15]``."""
+    features = find_target_features()
+    if features.get("avx512f"):
+        return emit_llvm_call(b, "llvm.x86.avx512.permvar.sf.512", _F, table, indices)
+    if features.get("avx2"):
+        eight = ir.VectorType(table.type.element, _HALF_LANES)
+        parts = []
+        for first in (0, _HALF_LANES):
+            index = b.shuffle_vector(indices, indices, _lanes(range(first, first + _HALF_LANES)))
+            low, high = (
+                emit_llvm_call(
+                    b, "llvm.x86.avx2.permps", eight, b.shuffle_vector(table, table, _lanes(range(k, k + 8))), index
+                )
+                for k in (0, _HALF_LANES)
+            )
+            bit = b.and_(index, ir.Constant(index.type, [_HALF_LANES] * _HALF_LANES))
+            is_high = b.icmp_signed("!=", bit, ir.Constant(index.type, [0] * _HALF_LANES))
+            parts.append(b.select(is_high, high, low))
+        return b.shuffle_vector(parts[0], parts[1], _lanes(range(LANES)))
+    index = b.and_(indices, ir.Constant(_I, [LANES - 1] * LANES))
+    found = b.shuffle_vector(table, table, _lanes([0] * LANES))
+    for i in range(1, LANES):
+        entry = b.shuffle_vector(table, table, _lanes([i] * LANES))
+        found = b.select(b.icmp_signed("==", index, ir.Constant(_I, [i] * LANES)), entry, found)
+    return found
+
+
+@intrinsic(INTS, ADDRESS)
+def load_u16_lanes(b, address):
+    """Load 16 unsigned 16-bit integers, zero-extended to one int32 lane each."""
+    return b.zext(b.load(b.inttoptr(address, ir.VectorType(_i16, LANES).as_pointer()), align=2), _I)
+
+
+@intrinsic(ADDRESS, ADDRESS)
+def load_short(b, address):
+    """Load an unsigned 16-bit integer."""
+    return b.zext(b.load(b.inttoptr(address, _i16.as_pointer()), align=2), _i64)

@@ -187,7 +187,25 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
         write_tensors(matrix, {f"{name}.in_sum2": sums, f"{name}.counts": np.ones((1, 1), np.float32)})
         assert problem in refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
     assert "is no importance matrix; convert" in refusal(capsys, model, tmp_path / "o.gguf", "q4_k", "--imatrix", model)
-    assert "type Q2_K_S needs importances of its columns" in refusal(capsys, model, tmp_path / "out.gguf", "q2_k_s")
+    assert "q2_K in type Q2_K_S needs importances of its columns" in refusal(
+        capsys, model, tmp_path / "out.gguf", "q2_k_s"
+    )
+
+
+def test_few_bits_need_importances_except_in_a_dry_run(tmp_path, capsys):
+    weight = np.random.default_rng(7).standard_normal((4, 256)).astype(np.float32)
+    name, out = "blk.0.ffn_up.weight", tmp_path / "out.gguf"
+    model = write_tensors(tmp_path / "m.gguf", {name: weight, "token_embd.weight": weight})
+    for kind in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq3_xxs"):
+        line = refusal(capsys, model, out, kind)
+        assert f"tensor {name}: {kind} in type {kind.upper()} needs importances of its columns; make them" in line
+    assert quantize(model, out, "iq2_xs", "--dry-run") == 0
+    assert not out.exists()
+    sums = {f"{name}.in_sum2": np.ones((1, 256), np.float32), f"{name}.counts": np.ones((1, 1), np.float32)}
+    matrix = write_tensors(tmp_path / "i.gguf", sums)
+    assert quantize(model, out, "iq2_xs", "--imatrix", matrix) == 0
+    assert open_gguf(out).tensor(name).dtype is DType.IQ2_XS
+    assert quantize(model, out, "q1_0") == 0
 
 
 def test_a_split_model_is_written_as_one_file_or_in_as_many_files(tmp_path):
@@ -221,7 +239,7 @@ def test_a_split_model_is_written_as_one_file_or_in_as_many_files(tmp_path):
         ("q4_k_m --tensor-type ffn", "got 'ffn'; need a pattern and a dtype, as in ffn_down=q6_k"),
         ("q4_k_m --tensor-type (=q8_0", "'(' is no regular expression"),
         ("q4_k_m --tensor-type a=q9_0", "'q9_0' is no dtype of weights; did you mean q"),
-        ("q4_k_m --output-tensor-type iq2_xs", "iq2_xs has no quantiser; need a dtype as q8_0 or q4_k"),
+        ("q4_k_m --output-tensor-type q8_1", "q8_1 has no quantiser; need a dtype as q8_0 or q4_k"),
         ("q4_k_m -t 0", "got '0'; need an integer of at least 1"),
     ],
 )
@@ -233,5 +251,5 @@ def test_wrong_flags_are_refused_in_one_line(words, message, capsys):
 
 
 def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys):
-    assert "type IQ3_XS: there is no quantiser" in refusal(capsys, source, tmp_path / "out.gguf", "iq3_xs")
+    assert "type NVFP4: it is a dtype of tensors" in refusal(capsys, source, tmp_path / "out.gguf", "nvfp4")
     assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")

@@ -148,7 +148,7 @@ def test_rows_without_whole_blocks_have_smaller_blocks_or_floats():
 
 def test_types_are_named_in_any_case_and_others_are_refused_by_name():
     assert parse_file_type("q4_k").name == "Q4_K_M"
-    with pytest.raises(ModelError, match=r"^type IQ2_XS: there is no quantiser for its code book"):
-        parse_file_type("iq2_xs")
+    with pytest.raises(ModelError, match=r"^type NVFP4: it is a dtype of tensors, but not a type of files; give "):
+        parse_file_type("nvfp4")
     with pytest.raises(ModelError, match=r"^there is no type 'q4_k_n'; did you mean Q4_K_"):
         parse_file_type("q4_k_n")

@@ -12,9 +12,9 @@ from .....graph.errors import GraphError
 from .....ops.quantisation import encode_array
 from ...compilation.compiler import KERNEL_FUNCTION, Kernel, compile_missing_kernels
 from ...compilation.kernel_args import KernelArgs
-from . import book_blocks, code_blocks, small_blocks, super_blocks
+from . import code_blocks, iq1_blocks, iq2_blocks, iq3_blocks, narrow_blocks, small_blocks, super_blocks
 from .code_blocks import make_fp4_table, make_iq4_table
-from .super_blocks import SCRATCH_BYTES
+from .lattice_search import LATTICE_SCRATCH_BYTES
 
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
@@ -33,7 +33,16 @@ KERNELS: dict[DType, tuple[Kernel, KernelArgs, Callable[[], FloatArray] | None]]
     DType.Q6_K: (super_blocks.quantise_q6_k, super_blocks.ARGS, None),
     DType.IQ4_NL: (code_blocks.quantise_iq4_nl, code_blocks.ARGS, make_iq4_table),
     DType.IQ4_XS: (code_blocks.quantise_iq4_xs, code_blocks.ARGS, make_iq4_table),
-    DType.IQ3_S: (book_blocks.quantise_iq3_s, code_blocks.ARGS, book_blocks.make_book_table),
+    DType.IQ3_S: (iq3_blocks.quantise_iq3_s, code_blocks.ARGS, iq3_blocks.make_iq3_s_table),
+    DType.IQ3_XXS: (iq3_blocks.quantise_iq3_xxs, code_blocks.ARGS, iq3_blocks.make_iq3_xxs_table),
+    DType.IQ2_S: (iq2_blocks.quantise_iq2_s, code_blocks.ARGS, iq2_blocks.make_iq2_s_table),
+    DType.IQ2_XS: (iq2_blocks.quantise_iq2_xs, code_blocks.ARGS, iq2_blocks.make_iq2_xs_table),
+    DType.IQ2_XXS: (iq2_blocks.quantise_iq2_xxs, code_blocks.ARGS, iq2_blocks.make_iq2_xxs_table),
+    DType.IQ1_M: (iq1_blocks.quantise_iq1_m, code_blocks.ARGS, iq1_blocks.make_iq1_table),
+    DType.IQ1_S: (iq1_blocks.quantise_iq1_s, code_blocks.ARGS, iq1_blocks.make_iq1_table),
+    DType.Q1_0: (narrow_blocks.quantise_q1_0, super_blocks.ARGS, None),
+    DType.Q2_0: (narrow_blocks.quantise_q2_0, super_blocks.ARGS, None),
+    DType.NVFP4: (narrow_blocks.quantise_nvfp4, code_blocks.ARGS, narrow_blocks.make_nvfp4_table),
     DType.MXFP4: (code_blocks.quantise_mxfp4, code_blocks.ARGS, make_fp4_table),
     DType.TQ1_0: (code_blocks.quantise_tq1_0, super_blocks.ARGS, None),
     DType.TQ2_0: (code_blocks.quantise_tq2_0, super_blocks.ARGS, None),
@@ -86,7 +95,7 @@ def quantise_rows(
     body, words, make_table = KERNELS[dtype]
     table = None if make_table is None else make_table()
     out = np.empty((rows, dtype.bytes_of(columns)), np.uint8)
-    scratch = np.empty(SCRATCH_BYTES, np.uint8)
+    scratch = np.empty(LATTICE_SCRATCH_BYTES, np.uint8)
     values = {"x": x.ctypes.data, "y": out.ctypes.data, "rows": rows, "columns": columns}
     values |= {"scratch": scratch.ctypes.data, "importance": 0}
     if importance is None and searches and dtype in SEARCHED_DTYPES:

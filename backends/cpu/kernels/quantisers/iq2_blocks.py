@@ -1,0 +1,240 @@
+"""Quantisers of IQ2_XXS, IQ2_XS and IQ2_S: magnitudes of eight numbers are an entry of a code book, and signs are bits.
+
+`lattice_search` has the search. Layouts: ``ggml-common.h`` of llama.cpp, as in `hocket.ops.quantisation`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from ...compilation.compiler import Subroutine, kernel, subroutine
+from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.half_memory import store_lane_0_as_f16
+from ...simd.vectors import (
+    LANES,
+    greater_bitmask,
+    load,
+    load_byte,
+    load_int,
+    load_scalar,
+    splat,
+    store_byte,
+    store_int,
+    store_scalar,
+    zeros,
+)
+from ...steps.partition import compute_thread_range
+from .code_blocks import ARGS
+from .lattice_search import (
+    BASES,
+    CODE_LIST,
+    ENTRIES,
+    LATTICE_SCRATCH_BYTES,
+    LIST_BYTES,
+    LISTS,
+    MAGNITUDES,
+    MINUS_TWO,
+    PRODUCTS,
+    SCALE_CODES,
+    SCALES,
+    SIGN_BYTES,
+    WEIGHTS,
+    choose_common_scale,
+    choose_list_lane,
+    choose_scale_code,
+    find_block_scale,
+    find_entry_number,
+    find_largest,
+    is_odd_byte,
+    make_octet_search,
+    make_sign_flip,
+    store_long_word,
+    write_magnitudes,
+)
+from .lattice_tables import IQ2_LEVELS, Lattice, make_lattice_table
+from .scale_search import ZERO, single, write_error_weights
+from .super_blocks import SUPER_BLOCK
+
+FIRST_PROBE, PROBE_STEP = single(0.42), single(0.07)
+TOP_LEVEL, MAX_SCALE_CODE = single(IQ2_LEVELS[-1]), 15
+LOW_THRESHOLD, HIGH_THRESHOLD = ((a + b) / 2 for a, b in pairwise(IQ2_LEVELS))
+low_levels = make_lane_constant([*IQ2_LEVELS, 0.0] * 4)
+high_levels = make_lane_constant([level for level in (*IQ2_LEVELS, 0.0) for _ in range(4)])
+IQ2_XXS, IQ2_XS, IQ2_S = (
+    Lattice(dtype, IQ2_LEVELS, 8, 2, count)
+    for dtype, count in ((DType.IQ2_XXS, 64), (DType.IQ2_XS, 64), (DType.IQ2_S, 64))
+)
+write_even_list, write_free_list = (
+    make_octet_search(low_levels, high_levels, LOW_THRESHOLD, HIGH_THRESHOLD, flips=flips, has_ones=True)
+    for flips in (True, False)
+)
+find_flip = make_sign_flip(low_levels, 2, 8)
+
+
+@cache
+def make_iq2_xxs_table() -> np.ndarray:
+    return make_lattice_table(IQ2_XXS)
+
+
+@cache
+def make_iq2_xs_table() -> np.ndarray:
+    return make_lattice_table(IQ2_XS)
+
+
+@cache
+def make_iq2_s_table() -> np.ndarray:
+    return make_lattice_table(IQ2_S)
+
+
+def make_iq2_search(write_list: Subroutine, lattice: Lattice, groups: int, has_even_signs: bool) -> Subroutine:
+    """Make the subroutine that chooses the entries, signs and scales of 256 numbers.
+
+    Args:
+        write_list: the search of a group.
+        lattice: the layout of the table.
+        groups: count of groups of 8 numbers that share a scale.
+        has_even_signs: whether an even number of signs of a group are negative.
+    """
+    blocks, rows_offset, vectors = SUPER_BLOCK // (8 * groups), lattice.rows_offset, lattice.neighbour_count // LANES
+
+    @subroutine
+    def search(x, importance, scratch, table, d):
+        """Write the entries, signs and integers of scales to the scratch memory, and the common scale to `d`.
+
+        Args:
+            x: address of 256 numbers.
+            importance: address of the importances of their columns, or 0.
+            scratch: address of the scratch memory.
+            table: address of the table of `make_lattice_table`.
+            d: address for the common scale, float16.
+        """
+        m, w = scratch + MAGNITUDES, scratch + WEIGHTS
+        write_magnitudes(x, scratch, SUPER_BLOCK)
+        write_error_weights(x, importance, w, SUPER_BLOCK)
+        for i in range(0, SUPER_BLOCK, LANES):
+            signs = greater_bitmask(zeros(), load(x + 4 * i))
+            store_byte(scratch + SIGN_BYTES + i // 8, signs & 255)
+            store_byte(scratch + SIGN_BYTES + i // 8 + 1, signs >> 8)
+        for j in range(blocks):
+            unit = find_largest(m + 32 * groups * j, 8 * groups) / TOP_LEVEL
+            base = LISTS + LIST_BYTES * groups * j
+            store_int(scratch + BASES + 4 * j, base)
+            for g in range(groups):
+                k = groups * j + g
+                flip = ZERO
+                if has_even_signs:
+                    flip = MINUS_TWO * single(is_odd_byte(load_byte(scratch + SIGN_BYTES + k)))
+                write_list(
+                    m + 32 * k,
+                    w + 32 * k,
+                    scratch + PRODUCTS,
+                    unit,
+                    FIRST_PROBE,
+                    PROBE_STEP,
+                    flip,
+                    table,
+                    table + rows_offset,
+                    vectors,
+                    scratch + base + LIST_BYTES * g,
+                )
+            scale, _ = find_block_scale(scratch + base, groups)
+            store_scalar(scratch + SCALES + 4 * j, scale)
+        common = round_scalar_to_half(choose_common_scale(scratch, blocks, groups, MAX_SCALE_CODE))
+        store_lane_0_as_f16(d, splat(common))
+        for j in range(blocks):
+            lists = scratch + LISTS + LIST_BYTES * groups * j
+            code = choose_scale_code(lists, groups, common, MAX_SCALE_CODE)
+            store_byte(scratch + SCALE_CODES + j, code)
+            scale = common * single(2 * code + 1)
+            for g in range(groups):
+                k, at = groups * j + g, lists + LIST_BYTES * g
+                entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane(at, scale)))
+                store_int(scratch + ENTRIES + 4 * k, find_entry_number(table, entry))
+                if has_even_signs:
+                    signs = load_byte(scratch + SIGN_BYTES + k)
+                    if is_odd_byte(signs):
+                        store_byte(scratch + SIGN_BYTES + k, signs ^ (1 << find_flip(m + 32 * k, w + 32 * k, entry)))
+
+    return search
+
+
+search_iq2_xxs = make_iq2_search(write_even_list, IQ2_XXS, 4, True)
+search_iq2_xs = make_iq2_search(write_even_list, IQ2_XS, 2, True)
+search_iq2_s = make_iq2_search(write_free_list, IQ2_S, 2, False)
+
+
+@subroutine
+def store_scale_pairs(scratch, y):
+    """Store 16 scales of 4 bits in 8 bytes; two neighbours share a byte."""
+    for j in range(8):
+        low, high = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
+        store_byte(y + j, low | high << 4)
+
+
+@kernel
+def quantise_iq2_xxs(a, thread, threads):
+    """Quantise rows to IQ2_XXS: 256 entries for eight magnitudes, with a 4-bit scale for each 32 numbers."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 66
+            search_iq2_xxs(
+                x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block
+            )
+            for j in range(8):
+                word = load_byte(scratch + SCALE_CODES + j) << 28
+                for g in range(4):
+                    store_byte(block + 2 + 8 * j + g, load_int(scratch + ENTRIES + 16 * j + 4 * g))
+                    word |= (load_byte(scratch + SIGN_BYTES + 4 * j + g) & 127) << (7 * g)
+                store_long_word(block + 6 + 8 * j, word)
+    return 0
+
+
+@kernel
+def quantise_iq2_xs(a, thread, threads):
+    """Quantise rows to IQ2_XS: 512 entries for eight magnitudes, with a 4-bit scale for each 16 numbers."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 74
+            search_iq2_xs(
+                x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block
+            )
+            for k in range(32):
+                signs = load_byte(scratch + SIGN_BYTES + k) & 127
+                word = load_int(scratch + ENTRIES + 4 * k) | signs << 9
+                store_byte(block + 2 + 2 * k, word & 255)
+                store_byte(block + 3 + 2 * k, word >> 8)
+            store_scale_pairs(scratch, block + 66)
+    return 0
+
+
+@kernel
+def quantise_iq2_s(a, thread, threads):
+    """Quantise rows to IQ2_S: 1024 entries for eight magnitudes and free signs, with a 4-bit scale for each 16."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    for i in range(first, end):
+        for c in range(0, columns, SUPER_BLOCK):
+            block = y + (i * columns + c) // SUPER_BLOCK * 82
+            search_iq2_s(x + 4 * (i * columns + c), importance + 4 * c if importance != 0 else 0, scratch, table, block)
+            for j in range(8):
+                high = 0
+                for g in range(4):
+                    k = 4 * j + g
+                    entry = load_int(scratch + ENTRIES + 4 * k)
+                    store_byte(block + 2 + k, entry & 255)
+                    store_byte(block + 34 + k, load_byte(scratch + SIGN_BYTES + k))
+                    high |= (entry >> 8) << (2 * g)
+                store_byte(block + 66 + j, high)
+            store_scale_pairs(scratch, block + 74)
+    return 0

@@ -1,0 +1,224 @@
+"""Quantisers of IQ3_XXS and IQ3_S: magnitudes of four numbers are an entry of a code book, and signs are bits.
+
+A group of IQ3_XXS has two entries, and its eight signs have even parity. If the signs of the numbers have odd parity,
+the flipped sign is in the entry for which the error is smaller. `lattice_search` has the search.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from ...compilation.compiler import kernel, subroutine
+from ...simd.candidate_lanes import make_lane_constant, round_scalar_to_half, to_int
+from ...simd.half_memory import store_lane_0_as_f16
+from ...simd.vectors import (
+    LANES,
+    add,
+    fma,
+    greater_bitmask,
+    load,
+    load_byte,
+    load_scalar,
+    splat,
+    store,
+    store_byte,
+    store_int,
+    store_scalar,
+    where_less,
+    zeros,
+)
+from ...steps.partition import compute_thread_range
+from .code_blocks import ARGS
+from .lattice_search import (
+    BASES,
+    CODE_LIST,
+    FLAG_LIST,
+    LATTICE_SCRATCH_BYTES,
+    LIST_BYTES,
+    LISTS,
+    MAGNITUDES,
+    PRODUCT_LIST,
+    PRODUCTS,
+    SCALE_CODES,
+    SCALES,
+    SIGN_BYTES,
+    TEMPORARY,
+    WEIGHTS,
+    choose_common_scale,
+    choose_list_lane,
+    choose_scale_code,
+    find_block_scale,
+    find_entry_number,
+    find_largest,
+    is_odd_byte,
+    make_probes,
+    make_quad_search,
+    make_sign_flip,
+    store_long_word,
+    write_magnitudes,
+)
+from .lattice_tables import IQ3_LEVELS, Lattice, make_lattice_table
+from .scale_search import ONE, ZERO, single, write_error_weights
+from .super_blocks import SUPER_BLOCK
+
+FIRST_PROBE, PROBE_STEP = single(0.62), single(0.045)
+TOP_LEVEL, MAX_SCALE_CODE, BLOCKS, GROUPS = single(IQ3_LEVELS[-1]), 15, 8, 4
+levels = make_lane_constant([*IQ3_LEVELS] * 2)
+XXS_LATTICE = Lattice(DType.IQ3_XXS, IQ3_LEVELS, 4, 3, 48)
+ROWS, VECTORS = XXS_LATTICE.rows_offset, XXS_LATTICE.neighbour_count // LANES
+S_LEVELS = tuple(range(1, 16, 2))
+S_LATTICE, S_TOP_LEVEL = Lattice(DType.IQ3_S, S_LEVELS, 4, 3, 48), single(S_LEVELS[-1])
+S_ROWS, S_VECTORS = S_LATTICE.rows_offset, S_LATTICE.neighbour_count // LANES
+write_s_list = make_quad_search(make_lane_constant(S_LEVELS * 2), False)
+write_plain_list = make_quad_search(levels, False)
+write_flipped_list = make_quad_search(levels, True)
+find_flip = make_sign_flip(levels, 3, 4)
+SECOND = single(4096)
+"""The factor of the code of the second entry in the code of a group."""
+
+
+@cache
+def make_iq3_xxs_table() -> np.ndarray:
+    return make_lattice_table(XXS_LATTICE)
+
+
+@cache
+def make_iq3_s_table() -> np.ndarray:
+    return make_lattice_table(S_LATTICE)
+
+
+@subroutine
+def join_lists(first, second, part, flag, to):
+    """Write the list of a group with two entries; lane i has the entries for probe i.
+
+    Args:
+        first: address of the list of the first entry.
+        second: address of the list of the second entry.
+        part: a vector of probes; a lane is written only if its error becomes smaller.
+        flag: number of the entry with a flipped sign.
+        to: address of the list; its products have infinite errors before the first call.
+    """
+    a, c = add(load(first), load(second)), add(load(first + PRODUCT_LIST), load(second + PRODUCT_LIST))
+    code = fma(load(second + CODE_LIST), splat(SECOND), load(first + CODE_LIST))
+    old_a, old_c = load(to), load(to + PRODUCT_LIST)
+    error, old = fma(part, a, c), fma(part, old_a, old_c)
+    store(to, where_less(error, old, a, old_a))
+    store(to + PRODUCT_LIST, where_less(error, old, c, old_c))
+    store(to + CODE_LIST, where_less(error, old, code, load(to + CODE_LIST)))
+    store(to + FLAG_LIST, where_less(error, old, splat(flag), load(to + FLAG_LIST)))
+
+
+@subroutine
+def write_group_list(m, w, scratch, unit, is_odd, table, to):
+    """Write the list of 8 numbers, which have an entry for each four."""
+    first, second, other = scratch + TEMPORARY, scratch + TEMPORARY + LIST_BYTES, scratch + TEMPORARY + 2 * LIST_BYTES
+    products, rows, probes = scratch + PRODUCTS, table + ROWS, make_probes(unit, FIRST_PROBE, PROBE_STEP)
+    store(to, zeros())
+    store(to + PRODUCT_LIST, splat(single(1e38)))
+    store(to + CODE_LIST, zeros())
+    store(to + FLAG_LIST, zeros())
+    write_plain_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, first)
+    write_plain_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, second)
+    if is_odd:
+        write_flipped_list(m, w, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
+        join_lists(other, second, probes, ZERO, to)
+        write_flipped_list(m + 16, w + 16, products, unit, FIRST_PROBE, PROBE_STEP, table, rows, VECTORS, other)
+        join_lists(first, other, probes, ONE, to)
+    else:
+        join_lists(first, second, probes, ZERO, to)
+
+
+@kernel
+def quantise_iq3_xxs(a, thread, threads):
+    """Quantise rows to IQ3_XXS: 256 entries for four magnitudes, with a 4-bit scale for each 32 numbers."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    m, w = scratch + MAGNITUDES, scratch + WEIGHTS
+    for i in range(first, end):
+        for column in range(0, columns, SUPER_BLOCK):
+            block, source = y + (i * columns + column) // SUPER_BLOCK * 98, x + 4 * (i * columns + column)
+            write_magnitudes(source, scratch, SUPER_BLOCK)
+            write_error_weights(source, importance + 4 * column if importance != 0 else 0, w, SUPER_BLOCK)
+            for k in range(0, SUPER_BLOCK, LANES):
+                signs = greater_bitmask(zeros(), load(source + 4 * k))
+                store_byte(scratch + SIGN_BYTES + k // 8, signs & 255)
+                store_byte(scratch + SIGN_BYTES + k // 8 + 1, signs >> 8)
+            for j in range(BLOCKS):
+                unit, base = find_largest(m + 128 * j, 32) / TOP_LEVEL, LISTS + LIST_BYTES * GROUPS * j
+                store_int(scratch + BASES + 4 * j, base)
+                for g in range(GROUPS):
+                    k = GROUPS * j + g
+                    is_odd = is_odd_byte(load_byte(scratch + SIGN_BYTES + k))
+                    to = scratch + base + LIST_BYTES * g
+                    write_group_list(m + 32 * k, w + 32 * k, scratch, unit, is_odd, table, to)
+                scale, _ = find_block_scale(scratch + base, GROUPS)
+                store_scalar(scratch + SCALES + 4 * j, scale)
+            common = round_scalar_to_half(choose_common_scale(scratch, BLOCKS, GROUPS, MAX_SCALE_CODE))
+            store_lane_0_as_f16(block, splat(common))
+            for j in range(BLOCKS):
+                lists = scratch + LISTS + LIST_BYTES * GROUPS * j
+                code = choose_scale_code(lists, GROUPS, common, MAX_SCALE_CODE)
+                word, scale = code << 28, common * single(2 * code + 1)
+                for g in range(GROUPS):
+                    k, at = GROUPS * j + g, lists + LIST_BYTES * g
+                    lane = choose_list_lane(at, scale)
+                    both, signs = to_int(load_scalar(at + CODE_LIST + 4 * lane)), load_byte(scratch + SIGN_BYTES + k)
+                    store_byte(block + 2 + 2 * k, find_entry_number(table, both & 4095))
+                    store_byte(block + 3 + 2 * k, find_entry_number(table, both >> 12))
+                    if is_odd_byte(signs):
+                        part = to_int(load_scalar(at + FLAG_LIST + 4 * lane))
+                        entry, offset = (both >> (12 * part)) & 4095, 32 * k + 16 * part
+                        signs ^= 1 << (4 * part + find_flip(m + offset, w + offset, entry))
+                    word |= (signs & 127) << (7 * g)
+                store_long_word(block + 66 + 4 * j, word)
+    return 0
+
+
+@kernel
+def quantise_iq3_s(a, thread, threads):
+    """Quantise rows to IQ3_S: 512 entries for four magnitudes and free signs, with a 4-bit scale for each 32."""
+    x, y, importance, columns, table = ARGS.x(a), ARGS.y(a), ARGS.importance(a), ARGS.columns(a), ARGS.table(a)
+    scratch = ARGS.scratch(a) + LATTICE_SCRATCH_BYTES * thread
+    first, end = compute_thread_range(ARGS.rows(a), thread, threads)
+    m, w, products = scratch + MAGNITUDES, scratch + WEIGHTS, scratch + PRODUCTS
+    for i in range(first, end):
+        for column in range(0, columns, SUPER_BLOCK):
+            block, source = y + (i * columns + column) // SUPER_BLOCK * 110, x + 4 * (i * columns + column)
+            write_magnitudes(source, scratch, SUPER_BLOCK)
+            write_error_weights(source, importance + 4 * column if importance != 0 else 0, w, SUPER_BLOCK)
+            for k in range(0, SUPER_BLOCK, LANES):
+                signs = greater_bitmask(zeros(), load(source + 4 * k))
+                store_byte(block + 74 + k // 8, signs & 255)
+                store_byte(block + 75 + k // 8, signs >> 8)
+            for j in range(BLOCKS):
+                unit, base = find_largest(m + 128 * j, 32) / S_TOP_LEVEL, LISTS + LIST_BYTES * 8 * j
+                store_int(scratch + BASES + 4 * j, base)
+                for q in range(8):
+                    at, to = 128 * j + 16 * q, scratch + base + LIST_BYTES * q
+                    write_s_list(
+                        m + at, w + at, products, unit, FIRST_PROBE, PROBE_STEP, table, table + S_ROWS, S_VECTORS, to
+                    )
+                scale, _ = find_block_scale(scratch + base, 8)
+                store_scalar(scratch + SCALES + 4 * j, scale)
+            common = round_scalar_to_half(choose_common_scale(scratch, BLOCKS, 8, MAX_SCALE_CODE))
+            store_lane_0_as_f16(block, splat(common))
+            for j in range(BLOCKS):
+                lists = scratch + LISTS + LIST_BYTES * 8 * j
+                code = choose_scale_code(lists, 8, common, MAX_SCALE_CODE)
+                store_byte(scratch + SCALE_CODES + j, code)
+                high, scale = 0, common * single(2 * code + 1)
+                for q in range(8):
+                    at = lists + LIST_BYTES * q
+                    entry = to_int(load_scalar(at + CODE_LIST + 4 * choose_list_lane(at, scale)))
+                    number = find_entry_number(table, entry)
+                    store_byte(block + 2 + 8 * j + q, number & 255)
+                    high |= (number >> 8) << q
+                store_byte(block + 66 + j, high)
+            for j in range(4):
+                low, upper = load_byte(scratch + SCALE_CODES + 2 * j), load_byte(scratch + SCALE_CODES + 2 * j + 1)
+                store_byte(block + 106 + j, low | upper << 4)
+    return 0

@@ -1,0 +1,443 @@
+"""The search of code-book entries and of scales for blocks of vectors, for IQ1, IQ2 and IQ3 types.
+
+A block has one scale s. A group of 8 numbers x with weights w is stored as s times an entry g, or two entries of 4
+numbers. Its error is ``s**2 A + s C`` and a constant, with ``A = sum(w g**2)`` and ``C = -2 sum(w x g)``. A and C do
+not depend on s, so the best entries for many scales cost little:
+
+1. There are 16 *probes*, scales from about half to 1.5 times the scale of the largest number. For a probe, the numbers
+   are rounded to a point, and the nearest entries of the point are compared. The best entry of each probe is a lane of
+   the *list* of the group. The last lane is an entry of ones, for numbers of one magnitude. Sums of table look-ups give
+   A and C of 16 entries at once.
+2. The scale of a block is the least squares solution for the lane with the smallest error, in turn with the best lane
+   of each list for this solution.
+3. Scales are stored as ``d (2 l + 1)`` with a common d and small integers l. 16 candidates of d are compared by the
+   error of the whole super-block, twice, and then all integers l.
+
+If the signs of a group have odd parity and the format has even ones only, then one sign is flipped. This adds
+``4 w |x| g`` to the error, divided by s. The smallest of them is added to C.
+"""
+
+from __future__ import annotations
+
+from ...compilation.compiler import Subroutine, subroutine
+from ...simd.candidate_lanes import (
+    find_lane,
+    lane_numbers,
+    load_short,
+    load_u16_lanes,
+    look_up_lanes,
+    make_lane_constant,
+    round_even,
+    select_lane,
+    to_int,
+    to_scalar,
+)
+from ...simd.vectors import (
+    LANES,
+    Intrinsic,
+    absolute,
+    add,
+    clamp_max,
+    clamp_min,
+    div,
+    fma,
+    greater_bitmask,
+    lane_max,
+    lane_min,
+    load,
+    load_int,
+    load_scalar,
+    maximum,
+    minimum,
+    mul,
+    round_small_floats_to_int,
+    shift_right,
+    splat,
+    splat_from,
+    splat_int,
+    store,
+    store_byte,
+    store_scalar,
+    where_less,
+    zeros,
+)
+from .lattice_tables import POWERS_BYTES
+from .scale_search import NO_FIT, ZERO, single
+
+MAGNITUDES, WEIGHTS, PRODUCTS, SCALES, BASES = 0, 1152, 2304, 2368, 2432
+ENTRIES, SIGN_BYTES, SCALE_CODES, LISTS = 2496, 2752, 2784, 2816
+TEMPORARY = LISTS + 64 * 256
+"""Offsets in the scratch memory of a thread.
+
+`MAGNITUDES` and `WEIGHTS` have the numbers of a super-block, `SCALES` and `BASES` the scales and the list offsets of
+blocks. `TEMPORARY` has lists of parts of a group.
+"""
+LATTICE_SCRATCH_BYTES = TEMPORARY + 4 * 256
+LIST_BYTES, PRODUCT_LIST, CODE_LIST, FLAG_LIST = 256, 64, 128, 192
+"""A list has four vectors: A, C, the codes of entries, and a flag."""
+HALF, TWO, MINUS_TWO = single(0.5), single(2), single(-2)
+COMMON_FIRST, COMMON_STEP, FINE_FIRST, FINE_STEP = single(0.85), single(0.03), single(0.9775), single(0.003)
+"""Factors of the candidates of a common scale."""
+
+
+@subroutine
+def sum_look_ups(codes, shift, t0, t1, t2, t3):
+    """Add the numbers that 16 codes select in four tables; table i is indexed by 4 bits from bit ``i * shift`` on."""
+    first = add(look_up_lanes(t0, codes), look_up_lanes(t1, shift_right(codes, splat_int(shift))))
+    third = look_up_lanes(t2, shift_right(codes, splat_int(2 * shift)))
+    return add(first, add(third, look_up_lanes(t3, shift_right(codes, splat_int(3 * shift)))))
+
+
+@subroutine
+def find_largest_look_up(codes, shift, t0, t1, t2, t3):
+    """Return the largest of the numbers that each of 16 codes selects, as in `sum_look_ups`."""
+    first = maximum(look_up_lanes(t0, codes), look_up_lanes(t1, shift_right(codes, splat_int(shift))))
+    third = look_up_lanes(t2, shift_right(codes, splat_int(2 * shift)))
+    return maximum(first, maximum(third, look_up_lanes(t3, shift_right(codes, splat_int(3 * shift)))))
+
+
+@subroutine
+def store_best_code(row, error, vector_numbers, to):
+    """Store the code of a row with the smallest error as float32; a lane has the number of its best vector."""
+    lane = find_lane(error, lane_min(error))
+    entry = to_int(select_lane(vector_numbers, lane)) * LANES + lane
+    store_scalar(to, to_scalar(load_short(row + 2 * entry)))
+
+
+def make_row_search(flips: bool) -> Subroutine:
+    """Make the subroutine that compares the entries of a row for four scales.
+
+    Args:
+        flips: whether the tables of flips have an effect.
+    """
+
+    @subroutine
+    def search_row(row, vectors, shift, a0, a1, a2, a3, c0, c1, c2, c3, f0, f1, f2, f3, flip, scale, step, to):
+        """Store the codes of the best entries for the scales ``scale + step * i``, for i from 0 to 3.
+
+        Args:
+            row: address of the codes.
+            vectors: count of vectors of 16 codes.
+            shift: distance of the indices of tables in a code, in bits.
+            a0, a1, a2, a3: tables of A.
+            c0, c1, c2, c3: tables of C.
+            f0, f1, f2, f3: tables of the products of flips.
+            flip: the factor of the largest product of a flip.
+            scale: the first scale.
+            step: difference of the scales.
+            to: address for four codes, float32.
+        """
+        s0, s1, s2, s3 = splat(scale), splat(scale + step), splat(scale + TWO * step), splat(scale + single(3) * step)
+        best0, best1, best2, best3 = splat(NO_FIT), splat(NO_FIT), splat(NO_FIT), splat(NO_FIT)
+        at0, at1, at2, at3 = zeros(), zeros(), zeros(), zeros()
+        for v in range(vectors):
+            codes = load_u16_lanes(row + 2 * LANES * v)
+            a = sum_look_ups(codes, shift, a0, a1, a2, a3)
+            c = sum_look_ups(codes, shift, c0, c1, c2, c3)
+            if flips:
+                c = fma(splat(flip), find_largest_look_up(codes, shift, f0, f1, f2, f3), c)
+            number = splat(to_scalar(v))
+            e0, e1, e2, e3 = fma(s0, a, c), fma(s1, a, c), fma(s2, a, c), fma(s3, a, c)
+            at0, best0 = where_less(e0, best0, number, at0), minimum(e0, best0)
+            at1, best1 = where_less(e1, best1, number, at1), minimum(e1, best1)
+            at2, best2 = where_less(e2, best2, number, at2), minimum(e2, best2)
+            at3, best3 = where_less(e3, best3, number, at3), minimum(e3, best3)
+        store_best_code(row, best0, at0, to)
+        store_best_code(row, best1, at1, to + 4)
+        store_best_code(row, best2, at2, to + 8)
+        store_best_code(row, best3, at3, to + 12)
+
+    return search_row
+
+
+@subroutine
+def join_pair(first, second, low, high):
+    """Return a table for two numbers: ``first * low[i] + second * high[i]``; `first` and `second` are addresses."""
+    return fma(splat_from(second), high, mul(splat_from(first), low))
+
+
+@subroutine
+def join_largest(first, second, low, high):
+    """Return a table for two numbers: the larger of ``first * low[i]`` and ``second * high[i]``."""
+    return maximum(mul(splat_from(first), low), mul(splat_from(second), high))
+
+
+def make_octet_search(
+    low_levels: Intrinsic,
+    high_levels: Intrinsic,
+    low_threshold: float,
+    high_threshold: float,
+    *,
+    flips: bool,
+    has_ones: bool,
+) -> Subroutine:
+    """Make the subroutine that writes the list of a group for a code book of 8 numbers with three levels.
+
+    Args:
+        low_levels: the levels, by the two low bits of a lane number.
+        high_levels: the levels, by the two high bits of a lane number.
+        low_threshold: numbers above it, in units of the scale, are rounded to the second level.
+        high_threshold: numbers above it are rounded to the third level.
+        flips: whether groups with odd parity of signs have a flipped sign.
+        has_ones: whether code 0 is an entry of ones, which is the last lane of each list.
+    """
+    low_limit, high_limit = single(low_threshold), single(high_threshold)
+    search_row = make_row_search(flips)
+
+    @subroutine
+    def write_list(m, w, products, unit, first, step, flip, table, rows, vectors, to):
+        """Write the list of a group.
+
+        Args:
+            m: address of 8 numbers; 16 are read.
+            w: address of their weights; 16 are read.
+            products: address for 16 products.
+            unit: unit of the probes.
+            first: the first probe in units.
+            step: difference of the probes in units.
+            flip: -2 if one sign has to be flipped, else 0.
+            table: address of the table of `make_lattice_table`.
+            rows: address of the rows.
+            vectors: count of vectors of 16 codes in a row.
+            to: address of the list.
+        """
+        low, high, p = low_levels(), high_levels(), products
+        low_energy, high_energy = mul(low, low), mul(high, high)
+        numbers = load(m)
+        store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
+        a0, a1 = join_pair(w, w + 4, low_energy, high_energy), join_pair(w + 8, w + 12, low_energy, high_energy)
+        a2 = join_pair(w + 16, w + 20, low_energy, high_energy)
+        a3 = join_pair(w + 24, w + 28, low_energy, high_energy)
+        c0, c1 = join_pair(p, p + 4, low, high), join_pair(p + 8, p + 12, low, high)
+        c2, c3 = join_pair(p + 16, p + 20, low, high), join_pair(p + 24, p + 28, low, high)
+        f0, f1 = join_largest(p, p + 4, low, high), join_largest(p + 8, p + 12, low, high)
+        f2, f3 = join_largest(p + 16, p + 20, low, high), join_largest(p + 24, p + 28, low, high)
+        for part in range(4):
+            scale = unit * (first + step * to_scalar(4 * part))
+            middle = scale + unit * step * single(1.5)
+            above = greater_bitmask(numbers, splat(low_limit * middle)) & 255
+            far_above = greater_bitmask(numbers, splat(high_limit * middle)) & 255
+            point = load_int(table + 4 * above) + load_int(table + 4 * far_above)
+            row, codes_to = rows + 2 * LANES * vectors * point, to + CODE_LIST + 16 * part
+            search_row(
+                row, vectors, 4, a0, a1, a2, a3, c0, c1, c2, c3, f0, f1, f2, f3, flip, scale, unit * step, codes_to
+            )
+        if has_ones:
+            store_scalar(to + CODE_LIST + 4 * (LANES - 1), ZERO)
+        codes = round_small_floats_to_int(load(to + CODE_LIST))
+        c = sum_look_ups(codes, 4, c0, c1, c2, c3)
+        if flips:
+            c = fma(splat(flip), find_largest_look_up(codes, 4, f0, f1, f2, f3), c)
+        store(to, sum_look_ups(codes, 4, a0, a1, a2, a3))
+        store(to + PRODUCT_LIST, c)
+
+    return write_list
+
+
+def make_quad_search(levels: Intrinsic, flips: bool) -> Subroutine:
+    """Make the subroutine that writes the list of 4 numbers for a code book with 8 levels.
+
+    Args:
+        levels: the levels, by the three low bits of a lane number.
+        flips: whether one sign is flipped.
+    """
+    search_row = make_row_search(flips)
+
+    @subroutine
+    def write_list(m, w, products, unit, first, step, table, rows, vectors, to):
+        """Write the list of 4 numbers; the arguments are as for `make_octet_search`."""
+        low, p, flip = levels(), products, MINUS_TWO
+        energy, numbers = mul(low, low), load(m)
+        store(p, mul(mul(numbers, load(w)), splat(MINUS_TWO)))
+        a0, a1 = mul(splat_from(w), energy), mul(splat_from(w + 4), energy)
+        a2, a3 = mul(splat_from(w + 8), energy), mul(splat_from(w + 12), energy)
+        c0, c1 = mul(splat_from(p), low), mul(splat_from(p + 4), low)
+        c2, c3 = mul(splat_from(p + 8), low), mul(splat_from(p + 12), low)
+        for part in range(4):
+            scale = unit * (first + step * to_scalar(4 * part))
+            middle = scale + unit * step * single(1.5)
+            point = 0
+            if middle > ZERO:
+                half, top = HALF / middle, single(7)
+                for i in range(4):
+                    level = min(max(load_scalar(m + 4 * i) * half, ZERO), top)
+                    point += to_int(level) << (3 * i)
+            row, codes_to = rows + 2 * LANES * vectors * point, to + CODE_LIST + 16 * part
+            search_row(
+                row, vectors, 3, a0, a1, a2, a3, c0, c1, c2, c3, c0, c1, c2, c3, flip, scale, unit * step, codes_to
+            )
+        store_scalar(to + CODE_LIST + 4 * (LANES - 1), ZERO)
+        codes = round_small_floats_to_int(load(to + CODE_LIST))
+        c = sum_look_ups(codes, 3, c0, c1, c2, c3)
+        if flips:
+            c = fma(splat(flip), find_largest_look_up(codes, 3, c0, c1, c2, c3), c)
+        store(to, sum_look_ups(codes, 3, a0, a1, a2, a3))
+        store(to + PRODUCT_LIST, c)
+
+    return write_list
+
+
+@subroutine
+def make_probes(unit, first, step):
+    """Return the 16 probes of a block, one in each lane."""
+    return mul(splat(unit), fma(lane_numbers(), splat(step), splat(first)))
+
+
+@subroutine
+def find_block_scale(lists, groups):
+    """Return the least squares scale of a block, and its error without the constant part.
+
+    Args:
+        lists: address of the lists of the block.
+        groups: count of groups.
+    """
+    a, c = zeros(), zeros()
+    for g in range(groups):
+        at = lists + LIST_BYTES * g
+        a, c = add(a, load(at)), add(c, load(at + PRODUCT_LIST))
+    solution = where_less(zeros(), a, mul(div(c, a), splat(-HALF)), zeros())
+    error = where_less(zeros(), solution, mul(mul(c, solution), splat(HALF)), zeros())
+    smallest = lane_min(error)
+    if smallest < ZERO:
+        scale = select_lane(solution, find_lane(error, smallest))
+        for _ in range(2):
+            energy, products = ZERO, ZERO
+            for g in range(groups):
+                at = lists + LIST_BYTES * g
+                e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
+                lane = find_lane(e, lane_min(e))
+                energy += load_scalar(at + 4 * lane)
+                products += load_scalar(at + PRODUCT_LIST + 4 * lane)
+            if energy > ZERO and products < ZERO:
+                scale, smallest = -HALF * products / energy, -HALF * HALF * products * products / energy
+        return scale, smallest
+    return ZERO, ZERO
+
+
+@subroutine
+def sum_block_errors(lists, groups, scales):
+    """Return the error of a block for the scale in each lane, without the constant part."""
+    total = zeros()
+    for g in range(groups):
+        at, best = lists + LIST_BYTES * g, splat(NO_FIT)
+        for i in range(LANES):
+            best = minimum(best, fma(scales, splat_from(at + 4 * i), splat_from(at + PRODUCT_LIST + 4 * i)))
+        total = add(total, best)
+    return mul(total, scales)
+
+
+@subroutine
+def sum_nearby_errors(scratch, blocks, groups, commons, top):
+    """Return the error of a super-block for the common scale in each lane, with the best of three integers each."""
+    total, limit = zeros(), splat(to_scalar(top))
+    for j in range(blocks):
+        lists = scratch + load_int(scratch + BASES + 4 * j)
+        nearest = mul(div(splat_from(scratch + SCALES + 4 * j), commons), splat(HALF))
+        nearest = round_even(add(nearest, splat(-HALF)))
+        best = splat(NO_FIT)
+        for k in range(-1, 2):
+            code = clamp_max(clamp_min(add(nearest, splat(to_scalar(k))), zeros()), limit)
+            scales = mul(commons, fma(code, splat(TWO), splat(single(1))))
+            best = minimum(best, sum_block_errors(lists, groups, scales))
+        total = add(total, best)
+    return total
+
+
+@subroutine
+def choose_common_scale(scratch, blocks, groups, top):
+    """Return the common scale of a super-block with the smallest error; 0 if all scales are 0.
+
+    Args:
+        scratch: address of the scratch memory with scales, lists, and the offsets of the lists of each block.
+        blocks: count of blocks.
+        groups: count of groups in a block.
+        top: the largest integer of a scale.
+    """
+    largest = ZERO
+    for j in range(blocks):
+        largest = max(largest, load_scalar(scratch + SCALES + 4 * j))
+    if not largest > ZERO:
+        return ZERO
+    common = largest / to_scalar(2 * top + 1)
+    for stage in range(2):
+        first, step = (COMMON_FIRST, COMMON_STEP) if stage == 0 else (FINE_FIRST, FINE_STEP)
+        commons = make_probes(common, first, step)
+        error = sum_nearby_errors(scratch, blocks, groups, commons, top)
+        common = select_lane(commons, find_lane(error, lane_min(error)))
+    return common
+
+
+@subroutine
+def choose_scale_code(lists, groups, common, top):
+    """Return the integer from 0 to `top` that stores the scale of a block with the smallest error."""
+    scales = mul(splat(common), fma(lane_numbers(), splat(TWO), splat(single(1))))
+    error = sum_block_errors(lists, groups, scales)
+    error = where_less(splat(to_scalar(top) + HALF), lane_numbers(), splat(NO_FIT), error)
+    return find_lane(error, lane_min(error))
+
+
+@subroutine
+def choose_list_lane(at, scale):
+    """Return the lane of a list with the smallest error for a scale."""
+    e = fma(splat(scale), load(at), load(at + PRODUCT_LIST))
+    return find_lane(e, lane_min(e))
+
+
+@subroutine
+def find_entry_number(table, code):
+    """Return the number of the entry with a code, from the table of `make_lattice_table`."""
+    return load_short(table + POWERS_BYTES + 2 * code)
+
+
+def make_sign_flip(levels: Intrinsic, bits: int, count: int) -> Subroutine:
+    """Make the subroutine that finds the number with the cheapest flip of its sign.
+
+    Args:
+        levels: the levels, by the low bits of a lane number.
+        bits: bits of a number in a code.
+        count: numbers of an entry.
+    """
+    shifts, limit = make_lane_constant([bits * (i % count) for i in range(LANES)]), single(count - 0.5)
+
+    @subroutine
+    def find_flip(m, w, code):
+        """Return the i with the smallest ``w[i] * m[i] * level``; `code` has the levels of the entry."""
+        digits = shift_right(splat_int(code), round_small_floats_to_int(shifts()))
+        costs = mul(look_up_lanes(levels(), digits), mul(load(m), load(w)))
+        costs = where_less(lane_numbers(), splat(limit), costs, splat(NO_FIT))
+        return find_lane(costs, lane_min(costs))
+
+    return find_flip
+
+
+@subroutine
+def is_odd_byte(bits):
+    """Return 1 if an odd number of the 8 bits are set, else 0."""
+    bits ^= bits >> 4
+    bits ^= bits >> 2
+    return (bits ^ bits >> 1) & 1
+
+
+@subroutine
+def write_magnitudes(x, scratch, count):
+    """Write the magnitudes of `count` numbers to the scratch memory, and zeros after them."""
+    for i in range(0, count, LANES):
+        store(scratch + MAGNITUDES + 4 * i, absolute(load(x + 4 * i)))
+    store(scratch + MAGNITUDES + 4 * count, zeros())
+    store(scratch + WEIGHTS + 4 * count, zeros())
+
+
+@subroutine
+def find_largest(m, count):
+    """Return the largest magnitude of `count` numbers, which is a multiple of 16."""
+    top = zeros()
+    for i in range(0, count, LANES):
+        top = maximum(top, absolute(load(m + 4 * i)))
+    return lane_max(top)
+
+
+@subroutine
+def store_long_word(to, word):
+    """Store the low 32 bits of an integer as four bytes."""
+    for k in range(4):
+        store_byte(to + k, (word >> (8 * k)) & 255)

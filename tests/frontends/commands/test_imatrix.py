@@ -1,0 +1,159 @@
+"""``hocket imatrix``: sums against llama-imatrix and against a reference run, merged files, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket import ops
+from hocket.cli import main
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.inference.product_inputs import (
+    ProductInputWatch,
+    WeightProduct,
+    find_weight_products,
+    sum_input_energy,
+)
+from hocket.frontends.quantisation.importance import read_importance_matrix, read_importance_sums
+from hocket.graph import Graph, constant, input, weight
+from hocket.ops.reference_run import evaluate
+
+from ...given.commands import Capture
+from ...given.models.goldens import TESTS, TINY, TINY_GOLDENS
+
+GOLDEN = TESTS / "goldens" / "quantisation" / "imatrix.gguf"
+"""The file of llama-imatrix b11434 for the tiny model in f32 and 2 chunks of 64 tokens of `text`."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text((TINY_GOLDENS / "heldout.txt").read_text()[:4000])
+    return path
+
+
+def imatrix(*words: object) -> int:
+    return main(["imatrix", *map(str, words)])
+
+
+def run_refused_call(capsys: Capture, *words: object) -> str:
+    """The one line that a refused command prints."""
+    capsys.readouterr()
+    assert imatrix(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_sums_and_counts_are_the_ones_of_llama_imatrix(text, tmp_path):
+    model, out = tmp_path / "model.gguf", tmp_path / "i.gguf"
+    assert main(["quantize", TINY, str(model), "f32", "--allow-requantize", "-t", "1"]) == 0
+    assert imatrix(model, text, "-o", out, "-c", 64, "--chunks", 2) == 0
+    got, want = open_gguf(out), open_gguf(GOLDEN)
+    assert got.tensors.keys() == want.tensors.keys()
+    for name, tensor in want.tensors.items():
+        tolerance = 0 if name.endswith(".counts") else 0.005
+        ours = got.tensor(name).dequantise()  # ggml leaves out a first axis of size 1
+        assert ours.reshape(tensor.shape) == pytest.approx(tensor.dequantise(), rel=tolerance)
+    assert (got.metadata["imatrix.chunk_count"], got.metadata["imatrix.chunk_size"]) == (2, 64)
+    assert got.metadata["general.type"] == "imatrix"
+    assert got.metadata["imatrix.datasets"].strings() == (str(text),)
+
+
+def run_sums(product: WeightProduct, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    sums, rows = sum_input_energy(product)
+    outputs = {"sums": sums} | ({} if isinstance(rows, int) else {"rows": rows})
+    got, _ = evaluate(Graph(outputs), arrays)
+    return [got[name] for name in outputs]
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 4])
+def test_each_expert_has_the_sums_of_the_tokens_that_chose_it(inputs):
+    rng = np.random.default_rng(0)
+    tokens, used, experts, columns = 7, 4, 5, 6
+    x = rng.standard_normal((tokens, inputs, columns)).astype(np.float32)
+    ids = np.array([rng.choice(experts - 1, used, replace=False) for _ in range(tokens)], np.int32)
+    x_value, ids_value = input("x", x.shape), input("ids", ids.shape, "i32")
+    y = ops.mul_mat_id(weight("w", (experts, 3, columns)), x_value, ids_value)
+    (product,) = find_weight_products(Graph({"y": y}))
+    sums, rows = run_sums(product, {"x": x, "ids": ids})
+    want, counts = np.zeros((experts, columns)), np.zeros(experts)
+    for token in range(tokens):
+        for i, expert in enumerate(ids[token]):
+            want[expert] += x[token, i % inputs].astype(np.float64) ** 2
+            counts[expert] += 1
+    assert sums == pytest.approx(want, rel=1e-5)
+    assert rows.reshape(-1).tolist() == counts.tolist()
+    assert counts[-1] == 0
+
+
+def test_products_are_found_through_views_and_counted_once():
+    x, table = input("x", (4, 8)), weight("w", (6, 8))
+    halves = [ops.mul_mat(ops.slice_(table, axis=0, start=s, stop=s + 3), x) for s in (0, 3)]
+    heads = ops.mul_mat(weight("heads", (2, 5, 8)), ops.reshape(x, shape=(2, 2, 8)))
+    other = ops.mul_mat(ops.transpose(x), input("z", (3, 4)))
+    looked_up = ops.get_rows(weight("t", (9, 8)), constant("n", np.array([1], np.int32)))
+    products = list(find_weight_products(Graph({str(i): y for i, y in enumerate([*halves, heads, other, looked_up])})))
+    assert [(p.name, p.matrices) for p in products] == [("w", 1), ("heads", 2)]
+    array = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
+    (sums,) = run_sums(products[1], {"x": array})
+    assert sums == pytest.approx((array.reshape(2, 2, 8).astype(np.float64) ** 2).sum(1), rel=1e-5)
+
+
+def test_a_model_without_products_is_refused():
+    watch = ProductInputWatch(lambda name: False, lambda *sums: None)
+    y = ops.mul_mat(weight("w", (6, 8)), input("x", (4, 8)))
+    with pytest.raises(Exception, match="no product that reads a weight of a block"):
+        watch.require_match(Graph({"y": y}))
+
+
+def test_chunks_in_two_runs_add_up_to_one_run(text, tmp_path):
+    whole, first, both = (tmp_path / f"{name}.gguf" for name in ("whole", "first", "both"))
+    common = (TINY, text, "-c", 64)
+    assert imatrix(*common, "-o", whole, "--chunks", 3, "--output-frequency", 1) == 0
+    assert imatrix(*common, "-o", first, "--chunks", 1) == 0
+    assert imatrix(*common, "-o", both, "--chunk", 1, "--chunks", 2, "--in-file", first) == 0
+    want, got = read_importance_sums(whole), read_importance_sums(both)
+    assert got.chunk_count == want.chunk_count == 3
+    for name, sums in want.sums.items():
+        assert got.sums[name] == pytest.approx(sums, rel=1e-5)
+        assert got.counts[name].tolist() == want.counts[name].tolist()
+    merged = tmp_path / "merged.gguf"
+    assert imatrix("--in-file", whole, "--in-file", first, "-o", merged) == 0
+    name = next(iter(want.sums))
+    assert read_importance_sums(merged).counts[name].tolist() == (want.counts[name] * 4 / 3).tolist()
+
+
+def test_the_matrix_serves_quantize_and_the_output_matrix_is_optional(text, tmp_path, capsys):
+    out = tmp_path / "i.gguf"
+    assert imatrix(TINY, text, "-o", out, "-c", 64, "--chunks", 1, "--process-output") == 0
+    matrix = read_importance_matrix(out)
+    model = open_gguf(TINY)
+    assert any("blk." not in name for name in matrix.columns)
+    for name in matrix.columns:
+        found = matrix.find(model.tensor(name))
+        assert found is not None
+        assert (found >= 0).all()
+    capsys.readouterr()
+    words = ["quantize", TINY, tmp_path / "q.gguf", "q4_0", "--imatrix", out, "--allow-requantize", "-t", "1"]
+    assert main([*map(str, words)]) == 0
+
+
+def test_wrong_calls_are_refused_in_one_line(text, tmp_path, capsys):
+    assert "needs a MODEL and a TEXT" in run_refused_call(capsys, TINY)
+    assert "the text has 1 tokens" in run_refused_call(
+        capsys, TINY, write_short_text(tmp_path, "ab"), "-o", tmp_path / "o.gguf"
+    )
+    line = run_refused_call(capsys, TINY, text, "-c", 64, "--chunk", 900, "-o", tmp_path / "o.gguf")
+    assert "--chunk 900: the text has " in line
+    assert "is no importance matrix" in run_refused_call(capsys, "--in-file", TINY, "-o", tmp_path / "o.gguf")
+    assert "No such file" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "no" / "o.gguf")
+    assert "observes the inputs" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "o.gguf", "--watch", "x")
+    assert not (tmp_path / "o.gguf").exists()
+
+
+def write_short_text(folder: Path, text: str) -> Path:
+    path = folder / "short.txt"
+    path.write_text(text)
+    return path
