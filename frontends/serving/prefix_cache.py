@@ -72,6 +72,20 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotContents:
+    """The contents of a slot: it has evaluated the first `length` of `tokens`.
+
+    The last token of a text may follow them, which was sampled and never evaluated.
+    """
+
+    tokens: tuple[int, ...]
+    length: int
+
+
+NO_CONTENTS = SlotContents((), 0)
+
+
+@dataclass(frozen=True, slots=True)
 class _SavedRecurrentStates:
     """A copy of the recurrent states that a slot had after some prefix of tokens, with its size in bytes."""
 
@@ -97,6 +111,10 @@ class PrefixCache:
         self._saved: OrderedDict[tuple[int, int], _SavedRecurrentStates] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
+        self._contents: list[SlotContents] = [NO_CONTENTS] * memory.slots
+        """The contents of each slot after the end of its last request, for slot files."""
+        self._ring_starts: list[int] = [0] * memory.slots
+        """Per slot the tokens before which its ring caches have no complete window, because they came from a file."""
         self._save_points: list[frozenset[int]] = [frozenset()] * memory.slots
         """Per slot the positions of its present prompt at which recurrent states are saved."""
 
@@ -147,7 +165,8 @@ class PrefixCache:
         for key in [key for key in self._saved if key[0] == source]:
             self._saved[target, key[1]] = self._saved.pop(key)
         self._save_points[target] = self._save_points[source]
-        self._tokens[source] = ()
+        self._ring_starts[target] = self._ring_starts[source]
+        self.forget_slot(source)
         self._touch(target)
 
     def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
@@ -161,11 +180,14 @@ class PrefixCache:
         if self._memory.has_recurrent_states:
             return max((at for place, at in self._saved if place == slot and at <= shared), default=0)
         slack = self._memory.ring_slack_tokens
-        return shared if slack is None or self._lengths[slot] - shared <= slack else 0
+        if slack is None:
+            return shared
+        return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
     def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
         """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
         source, target = match.source, match.target
+        ring_start = self._ring_starts[source] if match.tokens else 0
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
         if source != target:
@@ -178,6 +200,7 @@ class PrefixCache:
         elif self._memory.has_recurrent_states:
             self._memory.clear_recurrent_states(target)
         self._tokens[target] = self._tokens[source][: match.tokens]
+        self._ring_starts[target], self._contents[target] = ring_start, NO_CONTENTS
         for key in [key for key in self._saved if key[0] == target and key[1] > match.tokens]:
             self._drop(key)
         if source != target and saved is not None:
@@ -215,13 +238,44 @@ class PrefixCache:
 
     def forget_slot(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""
-        self._tokens[slot] = ()
+        self._tokens[slot], self._contents[slot], self._ring_starts[slot] = (), NO_CONTENTS, 0
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
+
+    def forget_all_slots(self) -> None:
+        """Forget the tokens and the saved recurrent states of all slots."""
+        for slot in range(self._memory.slots):
+            self.forget_slot(slot)
 
     def record_decoded_length(self, slot: int, length: int) -> None:
         """Record that a slot holds `length` tokens after a decode step."""
         self._lengths[slot] = length
+
+    def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Record the contents of a slot at the end of its request; see `SlotContents`."""
+        self._contents[slot] = SlotContents(tuple(tokens), length)
+
+    def get_contents(self, slot: int) -> SlotContents:
+        """Return the contents of a slot after the end of its last request; they are empty while it runs one."""
+        return self._contents[slot]
+
+    def can_keep_states(self) -> bool:
+        """Whether one copy of the recurrent states of a slot fits into the memory for them."""
+        return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
+
+    def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Make the restored contents of a slot reusable: its first `length` tokens, decoded ones included.
+
+        Recurrent states can be reused at the end of the contents alone.
+        """
+        self.forget_slot(slot)
+        self._tokens[slot], self._lengths[slot] = tuple(tokens[:length]), length
+        self._ring_starts[slot] = length
+        self.record_contents(slot, tokens, length)
+        if self._memory.has_recurrent_states:
+            nbytes = self._memory.compute_recurrent_state_bytes()
+            self._keep(slot, length, _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+        self._touch(slot)
 
     def _touch(self, slot: int) -> None:
         self._uses += 1

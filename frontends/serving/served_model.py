@@ -25,7 +25,7 @@ class ServedModel:
     """
 
     def __init__(self, model: Model, *, name: str, version: str) -> None:
-        self._model, self._name = model, name
+        self._model, self._name, self._version = model, name, version
         self._fingerprint = self._compute_fingerprint(version)
 
     @property

@@ -7,12 +7,14 @@ and tokens are decoded in the smallest aligned window that has all decoding slot
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import HocketError
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
@@ -199,6 +201,17 @@ class SlotPool:
         rows = window.evaluate(new)
         return {slot: rows[slot - first][-1] for slot in tokens}
 
+    def open_slot_session(self, slot: int, tokens: Sequence[int]) -> Session:
+        """Return the session of one slot, which has evaluated `tokens`."""
+        window = self.open_window_session(slot, 1)
+        self._set_lengths(window, [tokens])
+        return window
+
+    def compute_slot_bytes(self) -> int:
+        """Compute the bytes of all states of one slot in float32, the largest size in a file."""
+        store = self.open_window_session(0, 1).store
+        return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
+
     def _set_lengths(self, window: Session, before: Sequence[Sequence[int]]) -> None:
         history = self._all_slots.model.history_token_count
         window.lengths = [len(tokens) for tokens in before]
@@ -215,6 +228,23 @@ class SlotPool:
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
+
+    def rebuild(self) -> None:
+        """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
+        self._opening_seconds = self.planning_seconds
+        self._windows.clear()
+        for name in self._state_names:
+            self._all_slots.store.state(name)[:] = 0
+
+    def can_run(self, slot: int) -> bool:
+        """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
+        try:
+            self.wipe(slot)
+            self.read_prompt(slot, [0], [])
+            self.wipe(slot)
+        except HocketError:
+            return False
+        return True
 
     def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot, without its caches."""

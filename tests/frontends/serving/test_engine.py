@@ -286,6 +286,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.events += self.engine.step()
         self.pool.failing = set()
 
+    @rule(operations=st.frozensets(st.sampled_from(["read", "decode"])), breaks_all=st.booleans())
+    def step_that_breaks_the_engine(self, operations, breaks_all):
+        self.pool.breaks = operations
+        try:
+            self.events += self.engine.step()
+        except RuntimeError:
+            in_step = self.engine.requests_in_step
+            running = [name for name in self.engine.status.slot_requests if name]
+            self.events += self.engine.restart(running if breaks_all else in_step, "broken")
+        self.pool.breaks = frozenset()
+
     @invariant()
     def no_more_requests_than_slots_run(self):
         status = self.engine.status
