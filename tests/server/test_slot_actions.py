@@ -5,34 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from hocket import Model
-from hocket.frontends.serving.thread import EngineOptions, EngineThread
-from hocket.server.app import create_app
-from hocket.server.options import ServerOptions
-
-TEXT_TOKENS = list(range(5, 45))
-BODY = {"prompt": TEXT_TOKENS, "n_predict": 6, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-
-
-@contextmanager
-def open_client(folder: Path | None, **options: Any) -> Iterator[TestClient]:
-    with Model(None, context=128, batch=32) as model:
-        service = EngineThread(model, EngineOptions(2, 4), name="m", version="0")
-        settings = ServerOptions(slot_save_path="" if folder is None else str(folder), **options)
-        app = create_app(service, settings)
-        try:
-            with TestClient(app, base_url="http://127.0.0.1") as client:
-                yield client
-        finally:
-            app.state.serving.builder.close()
-            service.close(0)
+from ..given.serving.real_service import BODY, TEXT_TOKENS, complete, open_client
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -44,13 +23,6 @@ def slot_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slot_client(folder: Path) -> Iterator[TestClient]:
     with open_client(folder) as client:
         yield client
-
-
-def complete(client: TestClient, **options: object) -> dict[str, Any]:
-    answer = client.post("/completion", json={**BODY, **options})
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def send_action(client: TestClient, slot: object, action: str, **body: object) -> Any:

@@ -20,9 +20,9 @@ from hocket.frontends.serving.thread import MAX_RESTARTS, EngineOptions, EngineT
 from hocket.graph.errors import BackendError
 
 from ...given.models.goldens import path_of
+from ...given.serving.engine_runs import BASE, end_of, make_engine, make_request, run_all, tokens_of
 from ...given.serving.fake_pool import FakePool, generate_alone
 from ...given.waits import WAIT_SECONDS, wait_until
-from .test_engine import BASE, end_of, make_engine, make_request, run_all, tokens_of
 
 
 def breaks_a_step(engine: Engine, events: list[Event]) -> bool:

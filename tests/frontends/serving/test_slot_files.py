@@ -20,8 +20,7 @@ from hocket.frontends.serving.slot_files import MAX_HEADER_BYTES, SlotFiles
 from hocket.frontends.serving.slots import SlotPool
 
 from ...given.models.goldens import path_of
-from .test_engine import end_of, run_all, tokens_of
-from .test_slots import BATCH, CONTEXT, make_pool, prompt_of
+from ...given.serving.engine_runs import BATCH, CONTEXT, end_of, make_pool, prompt_of, run_all, tokens_of
 
 MODELS = ("llama", "qwen35", "gemma3")
 """Attention, a hybrid with recurrent states, and ring caches."""
