@@ -45,8 +45,14 @@ def run(args: argparse.Namespace) -> int:
             if "log" in record:
                 if model is not None:
                     model.close()
-                model = open_logged_model(record, args.model)
-                replay = Replay(model.session, record, _find_tokenizer(model))
+                model, replay = None, None
+                try:
+                    model = open_logged_model(record, args.model)
+                    replay = Replay(model.session, record, _find_tokenizer(model))
+                except (KeyError, TypeError, ValueError, OverflowError) as error:
+                    raise ModelError(
+                        f"{args.log}: line {line} is no header ({error!r:.80}); give another log"
+                    ) from error
                 replay.counts = total
             else:
                 assert replay is not None  # the first line is a header
@@ -54,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
     except ReplayDifferenceError as difference:
         write_to_stdout(f"{args.log}: {difference}\n")
         return 1
-    except KeyError as error:
-        raise ModelError(f"{args.log}: the header has no field {error}; give another log") from None
     finally:
         if model is not None:
             model.close()

@@ -141,7 +141,7 @@ class Replay:
                 self._repeat_order(line, record)
             else:
                 self._repeat_step(line, record)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise ModelError(f"line {line} of the log has wrong fields ({error!r:.80}); give another log") from error
         if unread := self._tape.unread_times:
             raise ReplayDifferenceError(line, f"the engine has read the clock {unread} times less than in the log")

@@ -220,7 +220,8 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         ("", "is empty"),
         ("no log\n", "line 1 is no record of hocket-log-1"),
         ('{"log": "hocket-log-9"}\n', "line 1 is no record of hocket-log-1"),
-        ('{"log": "hocket-log-1"}\n', "has no field 'options'"),
+        ('{"log": "hocket-log-1"}\n', "line 1 is no header (KeyError('options'))"),
+        ('{"log": "hocket-log-1", "options": {"model": 3}}\n', "path is 3; it must be a str"),
         ('{"log": "hocket-log-1", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),
     ],
 )
@@ -237,6 +238,7 @@ def test_a_file_of_another_kind_is_refused(
     [
         {"order": "submit"},
         {"order": "submit", "request": {"id": 3}},
+        {"log": "hocket-log-1", "options": {"model": None}, "model_digest": "x", "version": 3, "fingerprint": 4},
         {"order": "dance"},
         {"times": 3, "events": []},
         {"times": [], "order": "erase", "slot": "x"},
@@ -253,6 +255,17 @@ def test_damaged_records_are_one_line(
     err = capsys.readouterr().err
     assert len(err.splitlines()) <= 2
     assert "log" in err
+
+
+@pytest.mark.parametrize("value", ["x", None, 0, -1, 1e308, [3]])
+@pytest.mark.parametrize("field", ["slots", "queue_size", "max_gap_seconds", "state_bytes"])
+def test_a_damaged_header_is_one_line(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    header, *rest = log.read_text().splitlines()
+    (tmp_path / "log").write_text("\n".join([json.dumps({**json.loads(header), field: value}), *rest[:4]]) + "\n")
+    assert main(["replay", str(tmp_path / "log")]) in (0, 1, 2)  # a size of the cache need not matter
+    assert len(capsys.readouterr().err.splitlines()) <= 1
 
 
 def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
