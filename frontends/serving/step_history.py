@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from ...graph.lazy_dataclass import dataclass as lazy_dataclass
 
-MAX_STEPS = 1 << 15
-"""Steps that a history keeps; a step takes about 300 bytes."""
+MAX_STEPS = 1 << 13
+"""Steps that a history keeps; a step of four requests takes about 600 bytes."""
 MAX_REQUESTS = 1024
 """Requests that a history keeps."""
 
