@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import ModelError
-from ..language_model import Model
 from .requests import EngineStatus, EngineTotals, Event, GenerationRequest
-from .served_model import ServedModel
+from .served_model import LoadedModel, ServedModel
 
 
-def has_no_generation(model: Model) -> bool:
+def has_no_generation(model: LoadedModel) -> bool:
     """Whether a model sees all tokens of a text at once, so that it cannot generate token by token."""
     source = model.session.model
     return source.is_encoder or not source.is_causal

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -37,6 +37,7 @@ from .requests import (
     TokenEvent,
 )
 from .slots import MIN_PROMPT_TOKENS, choose_slot_window
+from .step_runner import StepRunner
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -44,30 +45,6 @@ SMOOTHING = 0.3
 """Weight of the last measured time of a step in the running mean."""
 MIN_AWAITED_TOKENS = 64
 """A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
-
-
-class StepRunner(Protocol):
-    """The operations of `SlotPool` that the engine calls; a test can pass a substitute that needs no weights."""
-
-    slots: int
-    context: int
-    batch: int
-
-    def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """Read prompt tokens into a slot, and return the logits after the last one; see `SlotPool.read_prompt`."""
-
-    def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
-        """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
-
-    @property
-    def planning_seconds(self) -> float:
-        """The seconds of plans and kernels since the start, which runs may include; see `SlotPool`."""
-
-    def predict_prompt_seconds(self, size: int) -> float:
-        """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
-
-    def wipe(self, slot: int) -> None:
-        """Zero all states of a slot; see `SlotPool.wipe`."""
 
 
 @dataclass(slots=True)
@@ -113,6 +90,9 @@ class Engine:
         queue_size: Maximum requests that wait for a slot.
         max_gap_seconds: Largest predicted time of a chunk while requests decode.
         clock: Returns the time in seconds.
+        idle_chunk_seconds: Largest predicted time of a chunk while no request decodes; infinity needs no prediction.
+        max_window: Largest number of slots of a decode step; a power of two, or `None` for all slots.
+        fills_context: Whether a request with a full context gets the token after it, which needs no cell.
     """
 
     def __init__(
@@ -123,9 +103,14 @@ class Engine:
         queue_size: int,
         max_gap_seconds: float,
         clock: Callable[[], float],
+        idle_chunk_seconds: float = IDLE_CHUNK_SECONDS,
+        max_window: int | None = None,
+        fills_context: bool = False,
     ) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
         self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
+        self._idle_chunk_seconds, self._max_window = idle_chunk_seconds, max_window
+        self._max_tokens, self._last_block = pool.context + fills_context, -1
         self._queue: deque[_Queued] = deque()
         self._running: dict[int, _RunningRequest] = {}
         self._reads_next = True
@@ -133,6 +118,8 @@ class Engine:
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
         self._sums = EngineTotals()
+        self.last_end: EndedSequence | None = None
+        """The sequence of the request that has ended last."""
 
     # ------------------------------------------------------------------------------------------------------ orders
 
@@ -191,15 +178,19 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- steps
 
-    def step(self) -> list[Event]:
+    def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
+
+        Args:
+            paused: The ids of requests that decode no token in this step.
 
         Returns:
             The events of the step, for the clients of the requests.
         """
         events: list[Event] = list(self._start_queued_requests())
         reading = [one for one in self._running.values() if one.unread_tokens]
-        decoding = [one for one in self._running.values() if one.next_token is not None]
+        awake = (one for one in self._running.values() if one.request.id not in paused)
+        decoding = self._select_block([one for one in awake if one.next_token is not None])
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
             events += self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
@@ -208,6 +199,14 @@ class Engine:
         if decoding:
             events += self._decode(decoding)
         return events
+
+    def _select_block(self, decoding: list[_RunningRequest]) -> list[_RunningRequest]:
+        """Select the requests of one block of `max_window` slots; the blocks that have requests take turns."""
+        size = self._max_window or self._pool.slots
+        if self._pool.slots <= size or len(blocks := {one.slot // size for one in decoding}) <= 1:
+            return decoding
+        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
+        return [one for one in decoding if one.slot // size == self._last_block]
 
     def _start_queued_requests(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
@@ -287,8 +286,8 @@ class Engine:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
             budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
         else:
-            budget = IDLE_CHUNK_SECONDS
-        size = MIN_PROMPT_TOKENS
+            budget = self._idle_chunk_seconds
+        size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
         while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
             size *= 2
         return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
@@ -398,7 +397,7 @@ class Engine:
             return
         if is_complete:
             yield self._end(one, "stop")
-        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._pool.context:
+        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._max_tokens:
             yield self._end(one, "length")
         else:
             one.next_token = token
@@ -423,6 +422,7 @@ class Engine:
         )
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
+        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         return EndEvent(one.request.id, reason, timing, message)
 
     def predict_queue_seconds(self) -> float:

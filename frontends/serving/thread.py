@@ -11,11 +11,10 @@ from queue import Empty, SimpleQueue
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..language_model import Model
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming
-from .served_model import ServedModel
+from .served_model import LoadedModel, ServedModel
 from .slots import SlotPool
 
 HEARTBEAT_SECONDS = 1.0
@@ -56,7 +55,7 @@ class EngineThread(ServedModel):
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         options: EngineOptions,
         *,
         name: str,

@@ -1,0 +1,98 @@
+"""The progress bar of compilation, which programs in Python show after a second."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hocket.backends import compile_log
+from hocket.backends.compile_log import log_compilation, log_missing_kernels
+from hocket.backends.progress_bar import is_progress_visible, open_progress_bar
+
+BAR_TEXT = "compile kernels, first run only"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(compile_log, "_compile_bar", compile_log._CompileBar())
+    return stream
+
+
+def compile_slowly(*names: str) -> None:
+    for name in names:
+        with log_compilation(name):
+            time.sleep(0.1)
+
+
+def test_a_terminal_shows_the_kernels_that_compile_for_long(terminal):
+    with log_missing_kernels(3):
+        compile_slowly("first", "second", "third")
+    lines = [line.strip() for line in terminal.getvalue().split("\r")]
+    assert any(BAR_TEXT in line and "first" in line and "0/3" in line for line in lines)
+    assert any("third" in line and "2/3" in line for line in lines)
+    assert lines[-1] == ""
+
+
+def test_the_name_of_one_source_is_visible_while_it_compiles(terminal):
+    with log_compilation("source.cu"):
+        while "source.cu" not in terminal.getvalue():
+            time.sleep(0.005)
+    assert terminal.getvalue().split("\r")[-1].strip() == ""
+
+
+def test_short_compilation_shows_nothing(terminal, monkeypatch):
+    monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 3600.0)
+    with log_missing_kernels(2):
+        compile_slowly("first", "second")
+    assert not terminal.getvalue()
+
+
+def test_other_streams_and_logs_have_no_bar(terminal, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, "hocket.kernels"):
+        compile_slowly("logged")
+    assert caplog.messages == ["compiling logged", "compiled logged"]
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    compile_slowly("disabled")
+    monkeypatch.delenv("TQDM_DISABLE")
+    assert not terminal.getvalue()
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    compile_slowly("file")
+    assert not file.getvalue()
+    monkeypatch.setattr(sys, "stderr", None)
+    compile_slowly("nowhere")
+
+
+def test_the_variable_of_tqdm_switches_off_all_bars(terminal, monkeypatch):
+    assert list(open_progress_bar(range(3), desc="numbers")) == [0, 1, 2]
+    assert "numbers" in terminal.getvalue()
+    terminal.truncate(0)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert list(open_progress_bar(range(3), desc="numbers")) == [0, 1, 2]
+    assert not terminal.getvalue().strip("\0")
+
+
+def test_a_notebook_has_bars_although_its_stderr_is_no_terminal(monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    for config, visible in ({"IPKernelApp": {}}, True), ({"TerminalIPythonApp": {}}, False):
+        shell = SimpleNamespace(config=config)
+        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        assert is_progress_visible() == visible
+        assert open_progress_bar(range(2)).disable != visible
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert not is_progress_visible()
