@@ -128,7 +128,7 @@ def test_a_report_at_the_path_of_stdout_is_printed_alone(
     assert main([*CHECK_COMMAND, flag, "-", *other]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(start)
-    assert "pass" in printed
+    assert "neg" in printed
     assert os.listdir(tmp_path) == ["other"]
 
 
