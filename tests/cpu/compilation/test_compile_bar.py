@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -23,13 +24,25 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+    """Return a function that makes a terminal of stderr; pytest sets stderr anew after fixtures."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 0.02)
     monkeypatch.setattr(compile_log, "_compile_bar", compile_log._CompileBar())
-    return stream
+
+    def open_stream() -> Terminal:
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return open_stream
+
+
+def compile_until_visible(terminal: Terminal, *names: str) -> None:
+    for name in names:
+        with log_compilation(name):
+            while name not in terminal.getvalue():
+                time.sleep(0.005)
 
 
 def compile_slowly(*names: str) -> None:
@@ -38,30 +51,32 @@ def compile_slowly(*names: str) -> None:
             time.sleep(0.1)
 
 
-def test_a_terminal_shows_the_kernels_that_compile_for_long(terminal):
+def test_a_terminal_shows_the_kernels_that_compile_for_long(open_terminal):
+    terminal = open_terminal()
     with log_missing_kernels(3):
-        compile_slowly("first", "second", "third")
+        compile_until_visible(terminal, "first", "second", "third")
     lines = [line.strip() for line in terminal.getvalue().split("\r")]
     assert any(BAR_TEXT in line and "first" in line and "0/3" in line for line in lines)
     assert any("third" in line and "2/3" in line for line in lines)
     assert lines[-1] == ""
 
 
-def test_the_name_of_one_source_is_visible_while_it_compiles(terminal):
-    with log_compilation("source.cu"):
-        while "source.cu" not in terminal.getvalue():
-            time.sleep(0.005)
+def test_the_name_of_one_source_is_visible_while_it_compiles(open_terminal):
+    terminal = open_terminal()
+    compile_until_visible(terminal, "source.cu")
     assert terminal.getvalue().split("\r")[-1].strip() == ""
 
 
-def test_short_compilation_shows_nothing(terminal, monkeypatch):
+def test_short_compilation_shows_nothing(open_terminal, monkeypatch):
+    terminal = open_terminal()
     monkeypatch.setattr(compile_log, "BAR_DELAY_SECONDS", 3600.0)
     with log_missing_kernels(2):
         compile_slowly("first", "second")
     assert not terminal.getvalue()
 
 
-def test_other_streams_and_logs_have_no_bar(terminal, monkeypatch, caplog):
+def test_other_streams_and_logs_have_no_bar(open_terminal, monkeypatch, caplog):
+    terminal = open_terminal()
     with caplog.at_level(logging.INFO, "hocket.kernels"):
         compile_slowly("logged")
     assert caplog.messages == ["compiling logged", "compiled logged"]
@@ -77,7 +92,8 @@ def test_other_streams_and_logs_have_no_bar(terminal, monkeypatch, caplog):
     compile_slowly("nowhere")
 
 
-def test_the_variable_of_tqdm_switches_off_all_bars(terminal, monkeypatch):
+def test_the_variable_of_tqdm_switches_off_all_bars(open_terminal, monkeypatch):
+    terminal = open_terminal()
     assert list(open_progress_bar(range(3), desc="numbers")) == [0, 1, 2]
     assert "numbers" in terminal.getvalue()
     terminal.truncate(0)
