@@ -15,7 +15,8 @@ Source: the pooling type RANK and ``format_prompt_rerank`` of llama.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from .gguf.tokenization.tokenizer import Tokenizer
 from .gguf.tokenization.vocabulary import read_token_id
 from .inference.pooling import FIRST_TOKEN_POOLING, MEAN_POOLING, RANK_POOLING
 from .inference.prefill_chunks import F32
-from .language_model import Model
+from .inference.session import Session
 
 RANK_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.rerank"
 YES_NO_FAMILY = "qwen3"
@@ -170,7 +171,22 @@ def _list_separators(metadata: Mapping[str, object], tokenizer: Tokenizer) -> li
     return [] if separator is None else [separator]
 
 
-def rank_documents(model: Model, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+class TextPooler(Protocol):
+    """The members of `hocket.Model` that ranking reads."""
+
+    @property
+    def session(self) -> Session:
+        """The session that has loaded the weights."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    def pool_texts(self, ids: Sequence[Sequence[int]], pool: Callable[[F32], F32]) -> F32:
+        """Return the pooled row of each tokenized text; see `hocket.Model.pool_texts`."""
+
+
+def rank_documents(model: TextPooler, query: str, documents: Sequence[str]) -> tuple[F32, int]:
     """Score each document as an answer to a query.
 
     Args:

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from ..errors import ModelError
 from ..inference.saved_state import SavedState
-from ..language_model import Model
 from .requests import EngineStatus, EngineTotals, Event, GenerationRequest
-from .served_model import ServedModel
+from .served_model import LoadedModel, ServedModel
 from .step_history import RequestRecord, RequestTrace
 
 NO_SLOTS_ERROR = "this model is an encoder, which keeps no tokens in slots"
 
 
-def has_no_generation(model: Model) -> bool:
+def has_no_generation(model: LoadedModel) -> bool:
     """Whether a model sees all tokens of a text at once, so that it cannot generate token by token."""
     source = model.session.model
     return source.is_encoder or not source.is_causal

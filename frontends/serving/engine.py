@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import replace
-
-import numpy as np
 
 from ...graph.errors import HocketError
 from ..errors import ModelError
@@ -22,6 +20,7 @@ from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -31,7 +30,7 @@ from .requests import (
     QueueFullError,
     RequestTiming,
 )
-from .running_requests import QueuedRequest, RunningRequest, make_token_event, start_request
+from .running_requests import QueuedRequest, RunningRequest, choose_token, make_token_event, start_request
 from .slots import MIN_PROMPT_TOKENS, choose_slot_window
 from .step_history import StepHistory
 from .step_runner import StepRunner
@@ -55,6 +54,9 @@ class Engine:
         queue_size: Maximum requests that wait for a slot.
         max_gap_seconds: Largest predicted time of a chunk while requests decode.
         clock: Returns the time in seconds.
+        idle_chunk_seconds: Largest predicted time of a chunk while no request decodes; infinity needs no prediction.
+        max_window: Largest number of slots of a decode step; a power of two, or `None` for all slots.
+        fills_context: Whether a request with a full context gets the token after it, which needs no cell.
     """
 
     def __init__(
@@ -65,9 +67,14 @@ class Engine:
         queue_size: int,
         max_gap_seconds: float,
         clock: Callable[[], float],
+        idle_chunk_seconds: float = IDLE_CHUNK_SECONDS,
+        max_window: int | None = None,
+        fills_context: bool = False,
     ) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
         self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
+        self._idle_chunk_seconds, self._max_window = idle_chunk_seconds, max_window
+        self._max_tokens, self._last_block = pool.context + fills_context, -1
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[int, RunningRequest] = {}
         self._reads_next = True
@@ -75,6 +82,8 @@ class Engine:
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
         self._sums = EngineTotals()
+        self.last_end: EndedSequence | None = None
+        """The sequence of the request that has ended last."""
         self._events: list[Event] = []
         """The events of a step that has not ended; after an exception `restart` returns them."""
         self.requests_in_step: tuple[str, ...] = ()
@@ -141,25 +150,29 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- steps
 
-    def step(self) -> list[Event]:
+    def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
 
         After an exception other than `HocketError` from a run, call `restart`.
+
+        Args:
+            paused: The ids of requests that decode no token in this step.
 
         Returns:
             The events of the step, for the clients of the requests.
         """
         self._events = []
-        for event in self._run_step():
+        for event in self._run_step(paused):
             self._events.append(event)
         self.requests_in_step = ()
         events, self._events = self._events, []
         return events
 
-    def _run_step(self) -> Iterator[Event]:
+    def _run_step(self, paused: Container[str]) -> Iterator[Event]:
         yield from self._start_queued_requests()
         reading = [one for one in self._running.values() if one.unread_tokens]
-        decoding = [one for one in self._running.values() if one.next_token is not None]
+        awake = (one for one in self._running.values() if one.request.id not in paused)
+        decoding = self._select_block([one for one in awake if one.next_token is not None])
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
             yield from self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
@@ -193,6 +206,14 @@ class Engine:
         self._cache.forget_all_slots()
         self._sums.restarts += 1
         return events
+
+    def _select_block(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
+        """Select the requests of one block of `max_window` slots; the blocks that have requests take turns."""
+        size = self._max_window or self._pool.slots
+        if self._pool.slots <= size or len(blocks := {one.slot // size for one in decoding}) <= 1:
+            return decoding
+        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
+        return [one for one in decoding if one.slot // size == self._last_block]
 
     def _start_queued_requests(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
@@ -281,8 +302,8 @@ class Engine:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
             budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
         else:
-            budget = IDLE_CHUNK_SECONDS
-        size = MIN_PROMPT_TOKENS
+            budget = self._idle_chunk_seconds
+        size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
         while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
             size *= 2
         return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
@@ -377,7 +398,7 @@ class Engine:
         params, one.next_token = one.request.params, None
         logits, is_repeated = logits[: params.token_count], bool(one.repeated_tokens)
         try:
-            token = one.repeated_tokens.popleft() if is_repeated else _choose_token(one, logits)
+            token = one.repeated_tokens.popleft() if is_repeated else choose_token(one, logits)
         except HocketError as error:
             yield self._end_with_error(one, error)
             return
@@ -398,7 +419,7 @@ class Engine:
             return
         if is_complete:
             yield self._end(one, "stop")
-        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._pool.context:
+        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._max_tokens:
             yield self._end(one, "length")
         else:
             one.next_token = token
@@ -416,27 +437,13 @@ class Engine:
             self._cache.record_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
+        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
         self.history.record_end(one.request.id, now, reason, one.new_tokens)
         return EndEvent(one.request.id, reason, one.measure(now), message)
 
     def predict_queue_seconds(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
-
-
-_UNUSED_RNG = np.random.default_rng(0)
-"""The argument of `Sampling.choose` at temperature 0, which draws no number."""
-
-
-def _choose_token(one: RunningRequest, logits: F32) -> int:
-    """Choose the next token of a request from its logits, by its grammar and its sampling options.
-
-    The random numbers depend on the seed and the position alone.
-    """
-    params = one.request.params
-    masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
-    rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
-    return params.sampling.choose(masked, rng, one.context_tokens)
 
 
 def _update_mean(means: dict[int, float], key: int, seconds: float) -> None:

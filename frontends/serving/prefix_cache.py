@@ -55,6 +55,9 @@ class SlotMemory(Protocol):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
+    def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move all slots to memory of `slots` slots; see `SlotPool.add_slots`."""
+
     def compute_recurrent_state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""
 
@@ -194,6 +197,7 @@ class PrefixCache:
             self.forget_slot(target)
             if match.tokens:
                 self._memory.copy_cache_cells(source, target, match.tokens)
+                self._lengths[target] = self._lengths[source]
         if saved is not None:
             self._saved.move_to_end((source, match.tokens))
             self._memory.restore_recurrent_states(target, saved.states)
@@ -235,6 +239,17 @@ class PrefixCache:
             nbytes = self._memory.compute_recurrent_state_bytes()
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+
+    def add_slots(self, slots: int) -> None:
+        """Enlarge the memory to `slots` slots; the present slots keep their tokens."""
+        self._memory.add_slots(slots, self._lengths)
+        added = slots - len(self._tokens)
+        self._tokens += [()] * added
+        self._lengths += [0] * added
+        self._last_use += [0] * added
+        self._save_points += [frozenset()] * added
+        self._contents += [NO_CONTENTS] * added
+        self._ring_starts += [0] * added
 
     def forget_slot(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""

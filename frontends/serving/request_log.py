@@ -8,7 +8,7 @@ engine has read for it. A step also has its events, and a checksum of the logits
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO
 
@@ -179,11 +179,11 @@ class LoggedEngine(Engine):
         self._log.write({**fields, "events": describe_events(events), **self._tape.take()})
         return events
 
-    def step(self) -> list[Event]:
+    def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run a step, and log it with its events; of several steps without work only the first is logged."""
         has_work = self.has_work
         try:
-            events = super().step()
+            events = super().step(paused)
         except Exception as error:
             self._log.write({"failure": f"{type(error).__name__}: {error}", **self._tape.take()})
             raise

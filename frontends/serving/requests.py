@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..generation.generate import GenerationParams
@@ -105,6 +107,18 @@ class EndEvent:
     reason: str
     timing: RequestTiming
     message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSequence:
+    """The sequence of a request that has ended: its slot keeps `tokens` until another request starts there.
+
+    `context_tokens` may have one more token, which was sampled, but not evaluated.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    context_tokens: Sequence[int]
 
 
 Event = TokenEvent | PromptProgressEvent | EndEvent

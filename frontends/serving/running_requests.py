@@ -119,3 +119,18 @@ def make_token_event(request: GenerationRequest, token: int, logits: F32) -> Tok
     log_sum = max_logit + math.log(float(np.exp(logits.astype(np.float64) - max_logit).sum()))
     logprobs = [(int(i), float(logits[i]) - log_sum) for i in ids]
     return TokenEvent(request.id, token, logprobs[0][1], tuple(logprobs[1:]))
+
+
+def choose_token(one: RunningRequest, logits: F32) -> int:
+    """Choose the next token of a request from its logits, by its grammar and its sampling options.
+
+    The random numbers depend on the seed and the position alone.
+    """
+    params = one.request.params
+    masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
+    rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
+    return params.sampling.choose(masked, rng, one.context_tokens)
+
+
+_UNUSED_RNG = np.random.default_rng(0)
+"""The argument of `Sampling.choose` at temperature 0, which draws no number."""

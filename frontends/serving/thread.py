@@ -16,12 +16,11 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..inference.model_digest import compute_model_digest
 from ..inference.saved_state import SavedState
-from ..language_model import Model
 from .engine import Engine
 from .prefix_cache import PrefixCache
 from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
 from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming, TokenEvent
-from .served_model import ServedModel
+from .served_model import LoadedModel, ServedModel
 from .slot_files import MAX_HEADER_BYTES, SlotFiles
 from .slots import SlotPool
 from .step_history import RequestRecord, RequestTrace
@@ -78,7 +77,7 @@ class EngineThread(ServedModel):
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         options: EngineOptions,
         *,
         name: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -100,6 +101,67 @@ def test_equal_prompts_that_come_together_are_read_once():
         [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
     )
     assert sorted(end.timing.cached_tokens for end in ends) == [0, 99, 99, 99]
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_slots_that_are_added_while_requests_run_change_no_text(recurrent):
+    pool = FakePool(1, recurrent=recurrent)
+    cache = PrefixCache(pool, state_bytes=100)
+    engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now)
+    requests = [make_request(str(i), BASE[: 5 + 4 * i], limit=6, seed=i) for i in range(4)]
+    events = []
+    for number, request in enumerate(requests):
+        engine.submit(request)
+        if number:
+            cache.add_slots(number + 1)
+        events += [event for _ in range(3) for event in engine.step()]
+    events += run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+    assert max(map(len, pool.decoded)) >= 3
+
+
+def test_blocks_of_a_limited_window_take_turns():
+    pool = FakePool(8)
+    cache = PrefixCache(pool, state_bytes=100)
+    engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now, max_window=2)
+    requests = [make_request(str(i), BASE[: 5 + i], limit=6, seed=i) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    events = run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+    blocks = [{slot // 2 for slot in slots} for slots in pool.decoded]
+    assert set(map(len, blocks)) == {1}
+    joined = [block for (block,) in blocks]
+    assert set(joined) == {0, 1, 2}
+    assert sum(one != other for one, other in pairwise(joined)) > 3  # without turns, a block runs until it ends
+
+
+def test_a_paused_request_decodes_no_token():
+    pool = FakePool(2)
+    engine = make_engine(pool)
+    requests = [make_request(name, BASE[:9], limit=8, seed=seed) for seed, name in enumerate("ab")]
+    for request in requests:
+        engine.submit(request)
+    events = [event for _ in range(5) for event in engine.step()]
+    before = len(tokens_of(events, "a"))
+    events += [event for _ in range(3) for event in engine.step(paused={"a"})]
+    assert len(tokens_of(events, "a")) == before
+    events += run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
+def test_a_context_that_is_filled_gives_one_more_token():
+    pool, ends = FakePool(1, context=16), {}
+    for fills in (False, True):
+        cache = PrefixCache(pool, state_bytes=100)
+        engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now, fills_context=fills)
+        request = make_request("a", BASE[:9], limit=-1)
+        engine.submit(replace(request, params=replace(request.params, end_tokens=frozenset())))
+        ends[fills] = end_of(run_all(engine), "a").timing.new_tokens
+    assert ends == {False: 7, True: 8}
 
 
 def test_sums_count_cached_tokens_as_prompt_tokens():
