@@ -10,11 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from ..backends import find_device
+from ..backends.progress_bar import open_progress_bar
 from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
 from ..graph.storage.files import require_writable, write_text
@@ -26,6 +28,18 @@ from .reports.html_page import format_html_report
 from .reports.json_records import compare_reports, format_json_lines, save_failure_arrays, select_failed_results
 from .reports.text_report import format_junit_report, format_markdown_report, format_text_report
 from .suite import Suite, run_suite
+
+STDOUT = Path("-")
+"""The path of a report that is printed in place of the text report."""
+REPORT_FORMATS: Mapping[str, Callable[[Sequence[Result], str], str]] = MappingProxyType(
+    {
+        "json": format_json_lines,
+        "junit": format_junit_report,
+        "markdown": format_markdown_report,
+        "html": format_html_report,
+    }
+)
+"""The function of each report option, which formats results and the name of the backend."""
 
 
 def build_parser(prog: str = "hocket check") -> argparse.ArgumentParser:
@@ -72,11 +86,14 @@ def add_arguments(command_parser: argparse.ArgumentParser) -> None:
     )
     out = command_parser.add_argument_group("reports")
     out.add_argument("--json", type=Path, metavar="FILE", help="a line of JSON for each case; - is stdout")
-    out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML")
+    out.add_argument("--junit", type=Path, metavar="FILE", help="JUnit XML; - is stdout")
     out.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="failures by op, and a matrix of ops, dtypes and layouts"
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="failures by op, and a matrix of dtypes and layouts; - is stdout",
     )
-    out.add_argument("--html", type=Path, metavar="FILE", help="the same as a page")
+    out.add_argument("--html", type=Path, metavar="FILE", help="the same as a page; - is stdout")
     out.add_argument(
         "--save",
         type=Path,
@@ -143,14 +160,16 @@ def _make_suite(args: argparse.Namespace) -> Suite:
 
 def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
     """Run the cases of a suite with a progress bar, write the reports, and return the exit code."""
-    from tqdm import tqdm
-
     suite.read_expected_failures()
-    for path in (args.junit, args.markdown, args.html, args.json):
-        if path not in (None, Path("-")):
+    paths: dict[str, Path | None] = {name: getattr(args, name) for name in REPORT_FORMATS}
+    on_stdout = [name for name, path in paths.items() if path == STDOUT]
+    if len(on_stdout) > 1:
+        raise HocketError(f"--{on_stdout[0]} and --{on_stdout[1]} are both -; give a file to one of them")
+    for path in paths.values():
+        if path not in (None, STDOUT):
             require_writable(path)
     start = time.perf_counter()
-    progress = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
+    progress = partial(open_progress_bar, unit="case")
     selected = list(progress(suite.generate_cases(), desc="choose cases"))
     with progress(total=len(selected), desc="check") as bar:
         failed = 0
@@ -163,21 +182,18 @@ def _run_checks(suite: Suite, args: argparse.Namespace) -> int:
 
         results = run_suite(suite, on_result, selected)
     seconds = time.perf_counter() - start
-    texts = {args.junit: format_junit_report, args.markdown: format_markdown_report, args.html: format_html_report}
-    for path, make in texts.items():
-        if path is not None:
-            write_text(path, make(results, suite.backend))
+    for name, path in paths.items():
+        if path not in (None, STDOUT):
+            write_text(path, REPORT_FORMATS[name](results, suite.backend))
     bad = select_failed_results(results)
     if args.save is not None and bad:
         backend, device = find_device(suite.backend)
         for result in progress(bad, desc="save"):
             save_failure_arrays(result, args.save, backend, device)
         print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
-    if args.json == Path("-"):
-        sys.stdout.write(format_json_lines(results, suite.backend))
+    if on_stdout:
+        sys.stdout.write(REPORT_FORMATS[on_stdout[0]](results, suite.backend))
     else:
-        if args.json is not None:
-            write_text(args.json, format_json_lines(results, suite.backend))
         print(format_text_report(results, suite.backend, seconds))
     return 1 if bad else 0
 

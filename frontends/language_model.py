@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,26 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph import validate_arguments, validate_constructor
-from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
+from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
 from .adapters import ScaledFile
 from .errors import ModelError
 from .generation import speculative
-from .generation.generate import GenerationParams, SampledToken, StopStringFilter, sample_tokens
+from .generation.generate import GenerationParams, StopStringFilter, generate_texts, sample_tokens, stream_text
 from .generation.options import MESSAGES_KIND, OBJECTS_KIND, PROMPT_KIND, Options, resolve_options
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
-from .inference.micro_batches import make_session
 from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling
 from .inference.prefill_chunks import TokenIds, as_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import DEFAULT_BATCH, F32, DeviceGroup, Session
-from .inference.session_lease import SessionLease
+from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device
 from .open_model import open_adapted_model, open_model, open_session
+from .serving.shared_engine import SharedEngine, can_share_steps
 from .text_limits import require_texts_fit
 
-MAX_IDLE_SESSIONS = 4
-"""Maximum idle sessions that are kept for later calls."""
+TOKEN_ROWS_KIND = list_of(list_of(ANY, "a sequence of tokens"), "a sequence of sequences of tokens")
 
 
 @validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
@@ -49,9 +48,11 @@ class Token:
 class Model:
     """A GGUF language model on one or many devices.
 
-    Threads may share a model. Calls that overlap, such as generators that are read in turn, have states of their own
-    over the same weights. A prompt that begins with the tokens of the last call is read from there on. Raises
-    `hocket.ModelError` if a file or an option cannot be used, or if a text is longer than the context.
+    Threads may share a model. Calls of `generate`, `tokens` and `chat` that overlap run in one batch, so several
+    threads together are faster, and each text is the same as alone. Other calls take turns, and so do all calls with
+    drafts, a context shift, a loaded state or pipelined devices. A prompt that begins with the prompt of an earlier
+    call is read from there on. Raises `hocket.ModelError` if a file or an option cannot be used, or if a text is longer
+    than the context.
 
     Args:
         path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
@@ -111,9 +112,12 @@ class Model:
         model = open_adapted_model(path, lora=lora, control_vectors=control_vectors, control_layers=control_layers)
         self._model = model.with_mtp_blocks() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
-        self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle, self._draft_max = [SessionLease(self._first)], draft_max or speculative.DEFAULT_DRAFT_TOKENS
+        first = open_session(self._model, on=group, context=context, batch=batch)
+        self._idle_sessions, self._draft_max = IdleSessions(first), draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._open_draft_session(draft)
+        self._can_share_steps = draft is None and can_share_steps(first)
+        self._shared_engine: SharedEngine | None = None
+        self._leases_before_shared_call = -1
         self._tokenizer: Tokenizer | None = None
 
     @validate_arguments(ModelError, prompt=PROMPT_KIND)
@@ -197,54 +201,49 @@ class Model:
             return []
         if empty := [i for i, new in enumerate(ids) if not new]:
             raise ModelError(f"prompt {empty[0]} is empty and the model adds no BOS token; give some text to continue")
-        texts = [""] * len(ids)
-        decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [StopStringFilter(stops) for _ in ids]
-        with self._lease_session(len(ids)) as lease:
+        with self._idle_sessions.lease(len(ids)) as lease:
             lease.reset_all_sequences()
-            active: set[int] = set()
-            with closing(sample_tokens(lease.session, ids, params, known=lease.tokens, active=active)) as samples:
-                for one in samples:
-                    i = one.sequence
-                    texts[i] += until[i].feed(decoders[i].feed(one.token))
-                    if until[i].has_matched:
-                        active.discard(i)
-        return [
-            text if stop.has_matched else text + stop.feed(decoder.finish()) + stop.pending_text
-            for text, stop, decoder in zip(texts, until, decoders, strict=True)
-        ]
+            return generate_texts(lease.session, ids, params, stops, tokenizer=self.tokenizer, known=lease.tokens)
 
     def _generate_text(self, ids: list[int], options: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
         params, stops = options
-        decoder, until = Utf8Stream(self.tokenizer), StopStringFilter(stops)
-        for one in self._sample(ids, params):
-            if new_text := until.feed(decoder.feed(one.token)):
-                yield new_text
-            if until.has_matched:
-                return
-        if rest := until.feed(decoder.finish()) + until.pending_text:
-            yield rest
+        with closing(self._sample(ids, params)) as samples:
+            yield from stream_text((token for token, _ in samples), self.tokenizer, stops)
 
     def _generate_tokens(self, ids: list[int], params: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
         tokenizer = self._tokenizer_or_none
         decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
-        for one in self._sample(ids, params):
-            text = decoder.feed(one.token) if decoder else ""
-            until.feed(text)
-            yield Token(one.token, text, one.logprob)
-            if until.has_matched:
-                return
+        with closing(self._sample(ids, params, has_logprobs=True)) as samples:
+            for token, logprob in samples:
+                text = decoder.feed(token) if decoder else ""
+                until.feed(text)
+                yield Token(token, text, logprob)
+                if until.has_matched:
+                    return
 
     @property
     def _tokenizer_or_none(self) -> Tokenizer | None:
         """The tokenizer, or `None` if the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
-    def _sample(self, ids: list[int], params: GenerationParams) -> Iterator[SampledToken]:
-        with self._lease_session() as lease:
+    def _sample(
+        self, ids: list[int], params: GenerationParams, *, has_logprobs: bool = False
+    ) -> Generator[tuple[int, float], None, None]:
+        """Yield the tokens that continue a prompt, each with its log probability (0 without `has_logprobs`)."""
+        engine = self._find_shared_engine(ids, params)
+        if engine is not None:
+            try:
+                for sample in engine.sample(ids, params, has_logprobs=has_logprobs):
+                    yield sample
+                    _ = self.session  # raises after `close`
+            finally:
+                self._leases_before_shared_call = self._idle_sessions.lease_count
+            return
+        with self._idle_sessions.lease() as lease:
             ahead = self._make_decoder(lease, params)
-            left = lease.reuse_prefix(ids)
-            for one in sample_tokens(lease.session, [left], params, known=lease.tokens, ahead=ahead):
-                yield one
+            prompts = [lease.reuse_prefix(ids)]
+            for one in sample_tokens(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
+                yield one.token, one.logprob if has_logprobs else 0.0
                 _ = self.session  # raises after `close`
 
     def _open_draft_session(self, path: str | Path) -> Session:
@@ -280,7 +279,7 @@ class Model:
         (3, 2048)
         """
         ids = self._encode_prompt(prompt)
-        with self._lease_session() as lease:
+        with self._idle_sessions.lease() as lease:
             lease.reset_all_sequences()
             (rows,) = lease.session.evaluate([ids], every_position=True)
             lease.tokens[0] = list(ids)
@@ -315,17 +314,22 @@ class Model:
         whole = self.pool_texts(ids, read_pooling(self._model.gguf.metadata, self._model.architecture))
         return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
 
-    def pool_texts(self, ids: Sequence[list[int]], pool: Callable[[F32], F32]) -> F32:
+    @validate_arguments(ModelError, ids=TOKEN_ROWS_KIND, pool=CALLABLE)
+    def pool_texts(self, ids: Sequence[Sequence[int]], pool: Callable[[F32], F32]) -> F32:
         """Return the pooled row of each tokenized text; `pool` gets the rows of its tokens, f32[tokens, width]."""
+        ids = [as_token_ids(i, row) for i, row in enumerate(ids)]
         require_texts_fit(ids, self.context, "text")
         vectors: list[F32] = []
         for start in range(0, len(ids), EMBED_BATCH_TEXTS):
             part = ids[start : start + EMBED_BATCH_TEXTS]
             longest = 1 << max(map(len, part)).bit_length()
-            with self._lease_session(len(part), longest if len(part) > 1 else None) as lease:
+            with self._idle_sessions.lease(len(part), longest if len(part) > 1 else None) as lease:
                 lease.reset_all_sequences()
                 vectors += map(pool, lease.session.evaluate(part, every_position=True, hidden=True))
                 lease.tokens = [list(new) for new in part]
+        for vector in vectors:
+            if not isinstance(vector, np.ndarray) or vector.shape != vectors[0].shape:
+                raise ModelError("Model.pool_texts: pool must give NumPy arrays of one shape, one for each text")
         return np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
 
     @property
@@ -358,14 +362,21 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._lease_session() as lease, convert_os_errors():
-            save_state(lease.only_session, lease.tokens, path)
+        with convert_os_errors():
+            is_shared = self._leases_before_shared_call == self._idle_sessions.lease_count
+            if is_shared and self._shared_engine is not None:
+                if self._shared_engine.save_last_sequence(path):
+                    return
+                raise ModelError("save: another call uses the states of the last call; save before other calls begin")
+            with self._idle_sessions.lease() as lease:
+                save_state(lease.only_session, lease.tokens, path)
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """Load a saved state and return its tokens. A prompt that begins with these tokens continues from the state."""
-        with self._lease_session() as lease, convert_os_errors():
+        with self._idle_sessions.lease() as lease, convert_os_errors():
             (lease.tokens[0],) = load_state(lease.only_session, path)
+            lease.has_saved_state = True
             return list(lease.tokens[0])
 
     @property
@@ -377,17 +388,12 @@ class Model:
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes on each device by kind: ``weight``, ``state`` (with the caches of idle sessions) and ``arena``."""
         first = self.session
-        sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
-        with self._lock:
-            models = [(first, [one for lease in self._idle for one in lease.session.sessions])]
-            if self._drafting is not None:
-                models.append((self._drafting, [h.draft_session for h in self._idle if h.draft_session is not None]))
-        for root, sessions in models:
-            for session in dict.fromkeys((root, *sessions)):
-                for (_, device), byte_counts in zip(session.group, session.store.nbytes(), strict=True):
-                    for kind, count in byte_counts.items():
-                        sums[str(device)][kind] += count if kind != "weight" or session is root else 0
-        return sums
+        leases, engine = self._idle_sessions.leases, self._shared_engine
+        shared = [] if engine is None else [engine.session]
+        models = [(first, [*shared, *(one for lease in leases for one in lease.session.sessions)])]
+        if self._drafting is not None:
+            models.append((self._drafting, [h.draft_session for h in leases if h.draft_session is not None]))
+        return sum_bytes_by_device(models)
 
     @property
     def context(self) -> int:
@@ -397,8 +403,8 @@ class Model:
     def close(self) -> None:
         """Close the model and free its memory; later calls raise `ModelError`."""
         with self._lock:
-            self._first = self._drafting = None
-            self._idle.clear()
+            self._idle_sessions.close()
+            self._drafting = self._shared_engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -408,14 +414,14 @@ class Model:
 
     def __repr__(self) -> str:
         where, model = ", ".join(self._group.devices), self._model
-        state = "closed" if self._first is None else f"{self._model.layers} layers, context {self._first.context}"
+        state = "closed" if self._idle_sessions.is_closed else f"{self._model.layers} layers, context {self.context}"
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
         """Return the HTML table of the model that a notebook shows."""
         model = self._model
         rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
-        if self._first is None:
+        if self._idle_sessions.is_closed:
             rows["state"] = "closed"
         else:
             rows["context"] = f"{self.context} tokens"
@@ -427,24 +433,16 @@ class Model:
     @property
     def session(self) -> Session:
         """The session that loaded the weights; other sessions share its weights. Raises `ModelError` after `close`."""
-        if self._first is None:
-            raise ModelError("the model is closed; open it anew with hocket.Model")
-        return self._first
+        return self._idle_sessions.first
 
-    @contextmanager
-    def _lease_session(self, sequences: int = 1, longest: int | None = None) -> Iterator[SessionLease]:
-        """Lease an idle session, or a new one over the same weights, for one call; `longest` limits its context."""
+    def _find_shared_engine(self, ids: Sequence[int], params: GenerationParams) -> SharedEngine | None:
+        """Return the engine that runs a call together with others; `None` for a call that needs its own session."""
         first = self.session
-        key = sequences, min(first.context, longest or first.context)
+        if not self._can_share_steps or params.pinned_tokens is not None or len(ids) >= first.context:
+            return None
+        if any(one.has_saved_state and one.is_prefix_known(ids) for one in self._idle_sessions.leases):
+            return None
         with self._lock:
-            if (lease := next((lease for lease in self._idle if lease.lookup_key == key), None)) is not None:
-                self._idle.remove(lease)
-        if lease is None:
-            lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
-        try:
-            yield lease
-        finally:
-            with self._lock:
-                if self._first is not None:
-                    others = [other for other in self._idle if other.lookup_key != key]
-                    self._idle = [lease, *others][:MAX_IDLE_SESSIONS]
+            if self._shared_engine is None or self._shared_engine.failure:
+                self._shared_engine = SharedEngine(first, shares_states=self._idle_sessions.withdraw_first())
+            return self._shared_engine

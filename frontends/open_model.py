@@ -9,6 +9,7 @@ from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from ..backends.progress_bar import is_progress_visible, open_progress_bar
 from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from .adapters import ScaledFile, read_adapters
@@ -88,7 +89,7 @@ def open_session(
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
-    """Make a session and load the weights; if stderr is a terminal, a bar shows the progress.
+    """Make a session and load the weights; on a terminal or in a notebook, a bar shows the progress.
 
     Args:
         model: The model.
@@ -102,11 +103,9 @@ def open_session(
     make_session = partial(
         Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world
     )
-    if not (sys.stderr and sys.stderr.isatty()):
+    if not is_progress_visible():
         return make_session()
-    from tqdm import tqdm  # 15 ms, needed only at a terminal
-
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
+    with open_progress_bar(unit="B", unit_scale=True, unit_divisor=1024, desc="load") as bar:
 
         def show(progress: LoadProgress) -> None:
             bar.total = progress.total_bytes

@@ -2,9 +2,12 @@
 
 Query and document are one text. The head maps the row of one of its tokens to a score:
 
-1. The row is the first one, or the last one for models of the Qwen 3 family.
-2. ``cls.weight`` is a dense layer with tanh; some models have none.
-3. ``cls.output.weight`` gives the score, or the logits of "yes" and "no" for models of the Qwen 3 family.
+1. The row is the first one, the last one for models of the Qwen 3 family, or the mean of all rows for ModernBERT.
+2. ``cls.weight`` is a dense layer with tanh, or with GELU for ModernBERT; some models have none.
+3. ``cls.norm.weight`` is a layer norm of its result, in ModernBERT.
+4. ``cls.output.weight`` gives the score, or the logits of "yes" and "no" for models of the Qwen 3 family.
+
+The GELU is the exact one, as in transformers; llama.cpp has its approximation by tanh here.
 
 Source: the pooling type RANK and ``format_prompt_rerank`` of llama.cpp.
 """
@@ -12,45 +15,60 @@ Source: the pooling type RANK and ``format_prompt_rerank`` of llama.cpp.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from ..graph.lazy_dataclass import dataclass
+from ..ops.elementwise.activations import gelu_erf
 from .errors import ModelError
 from .gguf.chat import CHAT_TEMPLATE_KEY
 from .gguf.reader import Gguf
 from .gguf.tokenization.tokenizer import Tokenizer
 from .gguf.tokenization.vocabulary import read_token_id
-from .inference.pooling import RANK_POOLING
+from .inference.pooling import FIRST_TOKEN_POOLING, MEAN_POOLING, RANK_POOLING
 from .inference.prefill_chunks import F32
-from .language_model import Model
+from .inference.session import Session
 
 RANK_TEMPLATE_KEY = f"{CHAT_TEMPLATE_KEY}.rerank"
 YES_NO_FAMILY = "qwen3"
 """Beginning of the names of architectures that score by the probability of the word "yes" after the last token."""
 PLACEHOLDER_PATTERN = re.compile(r"\{query\}|\{document\}")
-UNSUPPORTED_HEAD_TENSORS = ("cls.norm.weight",)
+MODERN_BERT = "modern-bert"
+"""The architecture with a GELU in its rank head, which scores the mean of all rows unless the file says otherwise."""
+DEFAULT_NORM_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankHead:
     """The rank head of a model.
 
-    - `dense`: matrix f32[outputs, width] and bias f32[outputs] of the layer with tanh, or None.
+    - `dense`: matrix f32[outputs, width] and bias f32[outputs] of the layer with an activation, or None.
     - `output`: matrix f32[labels, outputs] and bias f32[labels] of the last layer, or None.
     - `has_yes_no_labels`: whether the head reads the last row of a text, and gives logits of "yes" and "no".
+    - `norm`: weight f32[outputs] and epsilon of the layer norm after the activation, or None.
+    - `uses_gelu`: whether the activation is GELU in place of tanh.
+    - `pools_mean`: whether the head reads the mean of all rows.
     """
 
     dense: tuple[F32, F32] | None
     output: tuple[F32, F32] | None
     has_yes_no_labels: bool
+    norm: tuple[F32, float] | None = None
+    uses_gelu: bool = False
+    pools_mean: bool = False
 
     def score(self, rows: F32) -> F32:
         """Return the score of a text as f32[1], from the rows of its tokens, f32[tokens, width]."""
-        values = rows[-1 if self.has_yes_no_labels else 0].astype(np.float64)
+        row = rows.mean(0, dtype=np.float64) if self.pools_mean else rows[-1 if self.has_yes_no_labels else 0]
+        values = row.astype(np.float64)
         if self.dense is not None:
-            values = np.tanh(self.dense[0] @ values + self.dense[1])
+            values = self.dense[0] @ values + self.dense[1]
+            values = np.asarray(gelu_erf.reference(values)) if self.uses_gelu else np.tanh(values)
+            if self.norm is not None:
+                centred = values - values.mean()
+                values = centred / np.sqrt(np.square(centred).mean() + self.norm[1]) * self.norm[0]
         if self.output is not None:
             values = self.output[0] @ values + self.output[1]
         if self.has_yes_no_labels:
@@ -69,15 +87,39 @@ def read_rank_head(gguf: Gguf, architecture: str) -> RankHead:
     is_ranker = gguf.metadata.get(f"{architecture}.pooling_type") == RANK_POOLING
     if not is_ranker or not ("cls.weight" in tensors or "cls.output.weight" in tensors):
         raise ModelError("this model has no head that ranks documents; use a reranker, such as bge-reranker-v2-m3")
-    if other := [name for name in UNSUPPORTED_HEAD_TENSORS if name in tensors]:
-        raise ModelError(f"{architecture}: the rank head has {other[0]}, which is not supported; use another reranker")
     dense, output = (_read_layer(gguf, name) for name in ("cls", "cls.output"))
     width = gguf.metadata.get(f"{architecture}.embedding_length")
     for name, layer in (("cls", dense), ("cls.output", output)):
         if layer is not None and layer[0].shape[1] != width:
             raise ModelError(f"{name}.weight has {layer[0].shape[1]} columns; need {width}")
         width = width if layer is None else layer[0].shape[0]
-    return RankHead(dense, output, architecture.startswith(YES_NO_FAMILY))
+    is_modern = architecture == MODERN_BERT
+    pooling = gguf.metadata.get(f"{architecture}.classifier.pooling_type", MEAN_POOLING if is_modern else None)
+    if pooling not in (None, MEAN_POOLING, FIRST_TOKEN_POOLING):
+        raise ModelError(
+            f"{architecture}.classifier.pooling_type is {pooling!r:.40}; need {MEAN_POOLING} (mean) or "
+            f"{FIRST_TOKEN_POOLING} (first)"
+        )
+    norm = _read_head_norm(gguf, architecture, dense)
+    has_labels = architecture.startswith(YES_NO_FAMILY)
+    return RankHead(dense, output, has_labels, norm, is_modern, pooling == MEAN_POOLING)
+
+
+def _read_head_norm(gguf: Gguf, architecture: str, dense: tuple[F32, F32] | None) -> tuple[F32, float] | None:
+    """Read the weight and the epsilon of the norm after the dense layer.
+
+    Raises:
+        ModelError: The weight has another length than the dense layer has outputs, or epsilon is no number.
+    """
+    if (tensor := gguf.tensors.get("cls.norm.weight")) is None or dense is None:
+        return None
+    weight, outputs = tensor.dequantise().reshape(-1), dense[0].shape[0]
+    if weight.shape != (outputs,):
+        raise ModelError(f"cls.norm.weight has {weight.size} elements; need {outputs}, one for each row of cls.weight")
+    epsilon = gguf.metadata.get(f"{architecture}.attention.layer_norm_epsilon", DEFAULT_NORM_EPSILON)
+    if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
+        raise ModelError(f"{architecture}.attention.layer_norm_epsilon is {epsilon!r:.40}; need a number from 0 to 1")
+    return weight, epsilon
 
 
 def _read_layer(gguf: Gguf, name: str) -> tuple[F32, F32] | None:
@@ -129,7 +171,22 @@ def _list_separators(metadata: Mapping[str, object], tokenizer: Tokenizer) -> li
     return [] if separator is None else [separator]
 
 
-def rank_documents(model: Model, query: str, documents: Sequence[str]) -> tuple[F32, int]:
+class TextPooler(Protocol):
+    """The members of `hocket.Model` that ranking reads."""
+
+    @property
+    def session(self) -> Session:
+        """The session that has loaded the weights."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    def pool_texts(self, ids: Sequence[Sequence[int]], pool: Callable[[F32], F32]) -> F32:
+        """Return the pooled row of each tokenized text; see `hocket.Model.pool_texts`."""
+
+
+def rank_documents(model: TextPooler, query: str, documents: Sequence[str]) -> tuple[F32, int]:
     """Score each document as an answer to a query.
 
     Args:

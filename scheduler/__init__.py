@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .runtime.executor import Executor as Executor
     from .runtime.executor import load as load
     from .runtime.interrupts import DeferredInterrupts as DeferredInterrupts
+    from .runtime.interrupts import ImmediateInterrupts as ImmediateInterrupts
     from .runtime.pipeline import PipelinedPlan as PipelinedPlan
     from .runtime.pipeline import PipelinedRuns as PipelinedRuns
     from .runtime.pipeline import run_pipelined as run_pipelined
@@ -87,7 +88,7 @@ _LAZY_NAMES = {
     ),
     "SingleDeviceComm": ".runtime.communicators",
     **dict.fromkeys(("Executor", "load"), ".runtime.executor"),
-    "DeferredInterrupts": ".runtime.interrupts",
+    **dict.fromkeys(("DeferredInterrupts", "ImmediateInterrupts"), ".runtime.interrupts"),
     **dict.fromkeys(("PipelinedPlan", "PipelinedRuns", "run_pipelined"), ".runtime.pipeline"),
     "Store": ".runtime.store",
     "Trace": ".runtime.trace",

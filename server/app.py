@@ -15,7 +15,9 @@ from .endpoints.native import build_native_routes
 from .endpoints.openai_chat import build_chat_routes
 from .endpoints.openai_responses import build_response_routes
 from .endpoints.openai_text import build_text_routes
+from .endpoints.request_traces import build_trace_routes
 from .endpoints.rerank import build_rerank_routes
+from .endpoints.slot_actions import build_slot_routes
 from .errors import ApiError
 from .options import ServerOptions
 from .security import AccessLayer, BodyLimitLayer, ErrorLayer, OriginLayer
@@ -31,6 +33,8 @@ def build_routes() -> list[Route]:
         build_rerank_routes,
         build_native_routes,
         build_message_routes,
+        build_slot_routes,
+        build_trace_routes,
     )
     return [route for build in builders for route in build()]
 

@@ -28,6 +28,7 @@ ERROR_TYPES: Mapping[int, str] = {
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
+    507: "server_error",
 }
 ANTHROPIC_ERROR_TYPES: Mapping[int, str] = {500: "api_error", 501: "api_error", 503: "overloaded_error"}
 """Error types of Anthropic's API by status, where they differ from `ERROR_TYPES`."""

@@ -45,6 +45,7 @@ class EngineMetricsCollector:
             "prompt_seconds": ("Seconds of prompt steps", status.sums.prompt_seconds),
             "decode_seconds": ("Seconds of decode steps", status.sums.decode_seconds),
             "decode_steps": ("Decode steps", status.sums.decode_steps),
+            "engine_restarts": ("Restarts of the engine after failures", status.sums.restarts),
         }
         for name, (text, count) in counters.items():
             yield CounterMetricFamily(f"hocket_{name}", text, value=count)

@@ -34,6 +34,7 @@ class ServerOptions:
       longest time in which a client reads nothing; `drain_seconds`: time for running requests after SIGTERM.
     - `heartbeat_seconds`: a silence of the engine after which ``/health`` reports a failure.
     - `ping_seconds`: silence after which a stream sends a comment to stay open.
+    - `slot_save_path`: the folder of slot files; empty switches the actions of ``/slots`` off.
     - `shows_prompts`: add the rendered prompt to chat answers, as ``verbose`` in the request does.
 
     Raises:
@@ -68,6 +69,7 @@ class ServerOptions:
     ping_seconds: float = 15.0
     has_metrics: bool = True
     has_slots: bool = True
+    slot_save_path: str = ""
     shows_prompts: bool = False
     tls_certificate: str | None = None
     tls_key: str | None = None

@@ -306,16 +306,17 @@ class RequestBuilder:
         return self._service.tokenizer.encode_continuation(key)
 
     def build_engine_request(
-        self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, uses_cache: bool, id: str
+        self, prompt: Sequence[int], params: GenerationParams, *, top_logprobs: int | None, body: SamplingBody, id: str
     ) -> GenerationRequest:
-        """Build an engine request from a tokenized prompt and its parameters.
+        """Build an engine request from a tokenized prompt, its parameters, and the use of slots that a body asks for.
 
         Raises:
             ModelError: The prompt has no tokens.
         """
         if not prompt:
             raise ModelError(EMPTY_PROMPT_ERROR)
-        return GenerationRequest(id, tuple(prompt), params, top_logprobs, uses_cache)
+        slot = None if body.id_slot < 0 else body.id_slot
+        return GenerationRequest(id, tuple(prompt), params, top_logprobs, body.cache_prompt, slot)
 
     async def build_text_requests(
         self,
@@ -343,7 +344,7 @@ class RequestBuilder:
                 prompt,
                 self.build_generation_params(body, limit, grammar, choice),
                 top_logprobs=top_logprobs,
-                uses_cache=body.cache_prompt,
+                body=body,
                 id=f"{id}-{i * choices + choice}",
             )
             for i, prompt in enumerate(prompts)

@@ -21,6 +21,8 @@ Output = TypeVar("Output")
 PING = b": ping\n\n"
 """Comment that keeps a silent stream open, for most APIs."""
 DONE = b"data: [DONE]\n\n"
+REQUEST_HEADER = "X-Hocket-Request"
+"""Header with the id of the answer, for ``/requests/ID/trace``."""
 IGNORED_HEADER = "X-Hocket-Ignored"
 """Header that lists ignored fields of the body."""
 JSON_ENCODER = msgspec.json.Encoder()
@@ -150,6 +152,7 @@ async def respond(
     Raises:
         ApiError: The client has disconnected, or a choice has failed.
     """
+    headers = {**headers, REQUEST_HEADER: stream.response_id}
     if is_streamed:
         return EventStream(state, stream, formatter, headers)
     with state.released_after(stream):

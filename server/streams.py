@@ -219,6 +219,11 @@ class AnswerStream:
         self.on_stall: Callable[[], object] | None = None
         """Called if the client takes nothing for `ServerOptions.stall_seconds`."""
 
+    @property
+    def response_id(self) -> str:
+        """The common part of the ids of all choices."""
+        return next(iter(self._requests)).rpartition("-")[0]
+
     def submit(self) -> None:
         """Submit all requests to the engine, or none.
 

@@ -21,4 +21,5 @@ call /tokenize '{"content": "It was a", "with_pieces": true}'
 call /detokenize '{"tokens": [281, 486]}'
 call /apply-template '{"messages": [{"role": "user", "content": "Hello."}]}'
 call /slots
+call /requests
 call /metrics

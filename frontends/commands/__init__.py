@@ -6,6 +6,7 @@ A module is imported when its command is given. `hocket --help` needs only this 
 COMMAND_HELP = {
     "run": "Generate text and stream it.",
     "serve": "Serve a model over HTTP to clients of OpenAI, Anthropic and llama-server.",
+    "replay": "Repeat the requests of a server from its log, and report the first difference.",
     "logits": "Write the logits of every position.",
     "tokenize": "Print the token ids of a text.",
     "embed": "Write an embedding of each text, from an encoder or a language model.",

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm import tqdm
 
+from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
 from ..gguf.metadata import MetadataArray
@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
     sessions = [open_session_from_flags(args, m, context) for m in (model, other)]
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = compare_chunks(sessions[0], sessions[1], tokens, bos=bos)
-    comparison = Comparison.from_chunks(
-        list(tqdm(chunks, total=total, desc="compare", unit="chunk", leave=False, disable=None))
-    )
+    comparison = Comparison.from_chunks(list(open_progress_bar(chunks, total=total, desc="compare", unit="chunk")))
     if args.json:
         row = {k: v if math.isfinite(v) else None for k, v in comparison.as_row().items()}
         write_to_stdout(json.dumps({"chunks": total, "context": context} | row) + "\n")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
+from ...backends.progress_bar import open_progress_bar
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.session import F32, Session
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = score_chunks(session, tokens, bos=bos)
-    progress = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
+    progress = open_progress_bar(chunks, total=total, desc="perplexity", unit="chunk")
     with trace_to_file(session, args.trace):
         score = PerplexityScore.from_chunks(list(progress))
     row: dict[str, float] = {

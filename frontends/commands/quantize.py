@@ -8,8 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tqdm import tqdm
-
+from ...backends.progress_bar import open_progress_bar
 from ...graph.dtypes import DTYPE_BY_NAME, DType
 from ...graph.storage.files import require_writable
 from ...graph.validation import did_you_mean
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         write_to_stdout(describe_plan(plan, every_tensor=True))
         return 0
-    with tqdm(total=plan.element_count, desc="quantize", unit="w", unit_scale=True, leave=False, disable=None) as bar:
+    with open_progress_bar(total=plan.element_count, desc="quantize", unit="w", unit_scale=True) as bar:
         paths = write_model(
             plan,
             Path(args.output),

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...graph.errors import format_install_hint
+from ...graph.storage.files import open_log
 from ...scheduler import describe_memory_problem
 from ..errors import ModelError
 from ..generation.sampling import Sampling
@@ -52,6 +53,8 @@ from .shared_flags import (
 
 if TYPE_CHECKING:
     from ...server.options import ServerOptions
+    from ..inference.device_group import DeviceGroup
+    from ..serving.request_log import RequestLog
 
 API_KEY_VARIABLE = "HOCKET_API_KEY"
 """The environment variable with one more API key."""
@@ -123,6 +126,12 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         default={},
         metavar="JSON",
         help="variables of the chat template, as '{\"enable_thinking\": false}'",
+    )
+    sub.add_argument(
+        "--slot-save-path", metavar="FOLDER", help="folder of the files of POST /slots/ID?action=save and restore"
+    )
+    sub.add_argument(
+        "--log-requests", metavar="FILE", help="append all requests, with their texts, to a log for hocket replay"
     )
     sub.add_argument("--no-metrics", action="store_true", help="/metrics answers 501")
     sub.add_argument("--no-slots", action="store_true", help="/slots answers 501")
@@ -198,6 +207,7 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
         options: The options of the HTTP server.
         listeners: The listening sockets. Clients that connect wait until the model is open.
     """
+    log = open_request_log(args)
     model, name = open_served_model(args)
     from ... import __version__
     from ...server.lifecycle import run_server
@@ -215,9 +225,19 @@ def serve_model(args: argparse.Namespace, options: ServerOptions, listeners: Seq
 
         service: EngineThread | EncoderService
         if has_no_generation(model):
+            if log is not None:
+                raise ModelError("--log-requests is for models that generate text; an encoder has no steps to log")
             service = EncoderService(model, name=name, version=__version__)
         else:
-            service = EngineThread(model, engine, name=name, version=__version__, on_failure=end_server)
+            service = EngineThread(
+                model,
+                engine,
+                name=name,
+                version=__version__,
+                log=log,
+                on_failure=end_server,
+                on_restart=_announce_restart,
+            )
         lower_gc_threshold()
         try:
             announce = partial(_announce_url, name)
@@ -235,6 +255,10 @@ def _announce_url(name: str, url: str) -> None:
     write_line_to_stderr(f"hocket: serves {name} at {url}")
 
 
+def _announce_restart(why: str) -> None:
+    write_line_to_stderr(f"hocket: the engine was built anew after a failure: {why}")
+
+
 def lower_gc_threshold() -> None:
     """Make the cyclic garbage collector run more often, as a long-running server needs.
 
@@ -250,29 +274,56 @@ def lower_gc_threshold() -> None:
 
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
-    group = device_group_from_flags(
+    group = make_device_group(args)
+    model = Model(args.model, keep_packed=args.keep_packed, **collect_model_options(args, group))
+    return model, args.alias[0] if args.alias else Path(args.model).stem
+
+
+def make_device_group(args: argparse.Namespace) -> DeviceGroup:
+    """Make the group of devices that the flags describe."""
+    return device_group_from_flags(
         args, threads=args.threads, exact=args.exact, fast=args.fast, **cache_dtypes_from_flags(args)
     )
+
+
+def collect_model_options(args: argparse.Namespace, group: DeviceGroup) -> dict[str, Any]:
+    """Collect the arguments of `Model` that may change its results."""
     span = args.control_vector_layer_range
-    model = Model(
-        args.model,
-        devices=group.devices,
-        split_mode=group.split_mode,
-        tensor_split=group.tensor_split,
-        place=group.place,
-        context=args.context,
-        batch=args.batch,
-        threads=args.threads,
-        exact=args.exact,
-        fast=args.fast,
-        cache_type_k=args.cache_type_k,
-        cache_type_v=args.cache_type_v,
-        keep_packed=args.keep_packed,
-        lora=args.lora,
-        control_vectors=args.control_vector,
-        control_layers=None if span is None else (span[0], span[1]),
-    )
-    return model, args.alias[0] if args.alias else Path(args.model).stem
+    return {
+        "devices": group.devices,
+        "split_mode": group.split_mode,
+        "tensor_split": group.tensor_split,
+        "place": group.place,
+        "context": args.context,
+        "batch": args.batch,
+        "threads": args.threads,
+        "exact": args.exact,
+        "fast": args.fast,
+        "cache_type_k": args.cache_type_k,
+        "cache_type_v": args.cache_type_v,
+        "lora": args.lora,
+        "control_vectors": args.control_vector,
+        "control_layers": None if span is None else (span[0], span[1]),
+    }
+
+
+def open_request_log(args: argparse.Namespace) -> RequestLog | None:
+    """Open the file of `--log-requests`, if it is given.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    if args.log_requests is None:
+        return None
+    from ..serving.request_log import RequestLog
+
+    options = collect_model_options(args, make_device_group(args))
+    options["model"] = str(Path(args.model).absolute())
+    return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
+
+
+def _announce_log_error(path: str, why: str) -> None:
+    write_line_to_stderr(f"hocket: {path}: {why}; the log of requests ends here, the server goes on")
 
 
 def read_server_options(args: argparse.Namespace) -> ServerOptions:
@@ -292,6 +343,8 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         raise ModelError("HTTPS needs both --ssl-cert-file and --ssl-key-file")
     if args.port > MAX_PORT:
         raise ModelError(f"--port is {args.port}; need at most {MAX_PORT}")
+    if args.slot_save_path is not None and not Path(args.slot_save_path).is_dir():
+        raise ModelError(f"--slot-save-path: {args.slot_save_path!a:.200} is no folder; create it")
     if not all(args.alias):
         raise ModelError("--alias is empty; give a name")
     return ServerOptions(
@@ -310,6 +363,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         template_variables=args.variables,
         has_metrics=not args.no_metrics,
         has_slots=not args.no_slots,
+        slot_save_path=args.slot_save_path or "",
         shows_prompts=args.verbose,
         queue_seconds=args.queue_timeout,
         request_seconds=args.timeout,

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -258,10 +259,7 @@ def _sample_sequences(
             free_tokens[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
-            raise ModelError(
-                f"the context of {session.context} tokens is full after {counts[i]} new ones; "
-                "give a larger context=N, ask for fewer with max_tokens=N, or go on with context_shift=True"
-            )
+            raise make_full_context_error(session.context, counts[i])
         return [token]
 
     with open_decode_schedule(session, alone=params.pinned_tokens is not None) as steps:
@@ -285,6 +283,14 @@ def _sample_sequences(
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning_seconds - planned
             yield from start_next_step(running_groups.popleft(), answers)
+
+
+def make_full_context_error(context: int, new_tokens: int) -> ModelError:
+    """Return the error for a text that fills the context of `context` tokens before its limit."""
+    return ModelError(
+        f"the context of {context} tokens is full after {new_tokens} new ones; "
+        "give a larger context=N, ask for fewer with max_tokens=N, or go on with context_shift=True"
+    )
 
 
 def broadcast_token(session: Session | MicroBatchedSession, token: int) -> int:
@@ -389,3 +395,37 @@ def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str
             return
     if rest := stop_filter.feed(decoder.finish()) + stop_filter.pending_text:
         yield rest
+
+
+def generate_texts(
+    session: Session | MicroBatchedSession,
+    prompts: Sequence[Sequence[int]],
+    params: GenerationParams,
+    stops: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    known: list[list[int]],
+) -> list[str]:
+    """Return the text that continues the prompt of each sequence of a session; the sequences run together.
+
+    Args:
+        session: The session, with a sequence for each prompt.
+        prompts: The tokens of the prompts.
+        params: The parameters of the generation.
+        stops: Strings that end a text.
+        tokenizer: The tokenizer of the model.
+        known: Tokens of each sequence so far; prompts and sampled tokens are appended.
+    """
+    texts = [""] * len(prompts)
+    decoders, filters = [Utf8Stream(tokenizer) for _ in prompts], [StopStringFilter(stops) for _ in prompts]
+    active: set[int] = set()
+    with closing(sample_tokens(session, prompts, params, known=known, active=active)) as samples:
+        for one in samples:
+            i = one.sequence
+            texts[i] += filters[i].feed(decoders[i].feed(one.token))
+            if filters[i].has_matched:
+                active.discard(i)
+    return [
+        text if stop.has_matched else text + stop.feed(decoder.finish()) + stop.pending_text
+        for text, stop, decoder in zip(texts, filters, decoders, strict=True)
+    ]

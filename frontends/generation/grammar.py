@@ -117,6 +117,25 @@ class Grammar:
         )
         """A message about the ignored keywords, or an empty text."""
 
+    @classmethod
+    def from_rules(cls, tokenizer: Tokenizer, rules: str) -> Grammar:
+        """Make a grammar again from `rules` of a grammar of the same tokenizer.
+
+        Raises:
+            ModelError: The rules are wrong, or llguidance is not installed.
+        """
+        grammar = cls(tokenizer, grammar='start: "a"')
+        is_wrong, messages = grammar._matcher.validate_grammar_with_warnings(rules, grammar._tokenizer)
+        if is_wrong:
+            raise ModelError(f"the rules of a grammar are wrong: {_join_messages(messages)}; write them anew")
+        grammar._rules = rules
+        return grammar
+
+    @property
+    def rules(self) -> str:
+        """The compiled rules in the form of llguidance, from which `from_rules` makes the grammar again."""
+        return str(self._rules)
+
     def make_state(self) -> GrammarState:
         """Make the grammar state of a new text, at its beginning."""
         return GrammarState(self._matcher(self._tokenizer, self._rules, log_level=0), self._tokenizer.vocab_size)

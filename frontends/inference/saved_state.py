@@ -20,6 +20,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.lazy_dataclass import dataclass
 from ...graph.storage.files import PRIVATE, replacing
 from ...graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from ..errors import ModelError
@@ -64,6 +65,32 @@ def save_state(
     Raises:
         OSError: The file cannot be written.
     """
+    captured = capture_state(session, tokens, talk=talk)
+    if not session.world.rank:
+        write_state(captured, path)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The content of a file: its header, and the rows in use of each state by name."""
+
+    header: Mapping[str, object]
+    arrays: Mapping[str, npt.NDArray[np.generic]]
+
+
+def capture_state(
+    session: Session | MicroBatchedSession,
+    tokens: Sequence[Sequence[int]],
+    *,
+    talk: Mapping[str, object] | None = None,
+) -> SavedState:
+    """Copy the states of a session, so that `write_state` can write them while the session goes on.
+
+    Args:
+        session: The session. All ranks make this call.
+        tokens: The tokens of each sequence.
+        talk: The conversation to save with it, if any.
+    """
     first = session.sessions[0]
     with first.store.turn:
         header = {
@@ -76,10 +103,13 @@ def save_state(
             **({} if talk is None else {"talk": talk}),
         }
         shares = {name: [_copy_rows_in_use(one, name) for one in session.sessions] for name in first.state_names}
-        arrays = {f"state/{name}": np.concatenate(own) for name, own in shares.items()}
-    if session.world.rank:
-        return
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        return SavedState(header, {name: np.concatenate(own) for name, own in shares.items()})
+
+
+def write_state(state: SavedState, path: str | Path) -> None:
+    """Write a captured state to a file, completely or not at all. Raises `OSError`."""
+    text = np.frombuffer(json.dumps(state.header).encode(), np.uint8)
+    arrays = {f"state/{name}": array for name, array in state.arrays.items()}
     with replacing(path, mode=PRIVATE) as file:
         np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
 
@@ -94,19 +124,45 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
     Raises:
         ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
     """
-    try:
-        header, arrays = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))
-        lengths, tokens = _parse_header(session, header)
-        recent = _parse_recent_tokens(session, header, lengths)
+    with _named_as_no_state(path):
+        state = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))
+    return apply_state(session, state, path)
+
+
+def read_state(path: str | Path, max_bytes: int) -> SavedState:
+    """Read a saved state of at most `max_bytes` bytes, for `apply_state`.
+
+    Raises:
+        ModelError: The file is damaged, or larger.
+        OSError: The file cannot be read.
+    """
+    size = Path(path).stat().st_size
+    if size > max_bytes:
+        raise ModelError(f"{path}: has {size} bytes, but a state here has {max_bytes} at most; choose another file")
+    with _named_as_no_state(path):
+        return _parse_saved_state(Path(path).read_bytes())
+
+
+def apply_state(session: Session | MicroBatchedSession, state: SavedState, path: str | Path) -> list[list[int]]:
+    """Restore the states of a session from the content of a file, and return the tokens of each sequence.
+
+    Args:
+        session: The session; it is unchanged after an error.
+        state: The content of the file.
+        path: The file, for messages.
+
+    Raises:
+        ModelError: The state is of another model or other sequences, or does not fit the context.
+    """
+    arrays = dict(state.arrays)
+    with _named_as_no_state(path):
+        lengths, tokens = _parse_header(session, state.header)
+        recent = _parse_recent_tokens(session, state.header, lengths)
         expected_shapes = {
             name: _compute_expected_shape(session, name, lengths) for name in session.sessions[0].state_names
         }
         if {name: a.shape for name, a in arrays.items()} != expected_shapes:
             raise ValueError("its states have other names or shapes")
-    except ModelError:
-        raise
-    except (ValueError, KeyError) as why:
-        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
     with session.sessions[0].store.turn:
         for i in range(session.sequences):
             session.reset(i)
@@ -120,6 +176,15 @@ def load_state(session: Session | MicroBatchedSession, path: str | Path) -> list
     return tokens
 
 
+@contextmanager
+def _named_as_no_state(path: str | Path) -> Iterator[None]:
+    """Convert each `ValueError` and `KeyError` in this context to a `ModelError` that names the file."""
+    try:
+        yield
+    except (ValueError, KeyError) as why:
+        raise ModelError(f"{path}: not a saved state of this model ({why}); save one with --save-state") from None
+
+
 def read_saved_conversation(session: Session | MicroBatchedSession, path: str | Path) -> Mapping[str, object]:
     """Read the conversation in a saved state.
 
@@ -127,7 +192,7 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
         ModelError: The state has no conversation.
     """
     try:
-        talk = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes))[0]["talk"]
+        talk = _parse_saved_state(session.world.broadcast_from_rank_0(Path(path).read_bytes)).header["talk"]
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):
@@ -135,7 +200,7 @@ def read_saved_conversation(session: Session | MicroBatchedSession, path: str | 
     return talk
 
 
-def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.generic]]]:
+def _parse_saved_state(saved: bytes) -> SavedState:
     members = _read_archive(BytesIO(saved), len(saved))
     try:
         header = json.loads(_parse_npy_array("header.npy", members.pop("header.npy"), ("|u1",)).tobytes())
@@ -146,7 +211,7 @@ def _parse_saved_state(saved: bytes) -> tuple[Mapping[str, object], dict[str, np
     if not all(name.startswith("state/") for name in members):
         raise ValueError("it holds more than states")
     states = {name.removesuffix(".npy"): _parse_npy_array(name, data, ("<f4", "<f2")) for name, data in members.items()}
-    return header, {name.removeprefix("state/"): array for name, array in states.items()}
+    return SavedState(header, {name.removeprefix("state/"): array for name, array in states.items()})
 
 
 def _read_archive(file: BinaryIO, file_bytes: int) -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from ...backends.base import Backend, Device, find_device
 from ...distributed import SINGLE_PROCESS, World
 from ...graph import require, validate_arguments
 from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
-from ...scheduler import DeferredInterrupts, Executor, Plan, Store, plan_with_cache
+from ...scheduler import DeferredInterrupts, Executor, ImmediateInterrupts, Plan, Store, plan_with_cache
 from ...scheduler.costs.rank_speeds import agree_on_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
@@ -383,7 +383,7 @@ class Session:
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
         """Return the executor of a step, its plan bound to the memory of this session; the first call binds it."""
-        with self.store.turn:
+        with self.store.turn, ImmediateInterrupts():
             if step not in self._executors:
                 start = time.perf_counter()
                 label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"

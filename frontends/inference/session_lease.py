@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from .micro_batches import MicroBatchedSession
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ..errors import ModelError
+from .micro_batches import MicroBatchedSession, make_session
 from .session import Session
+
+MAX_IDLE_SESSIONS = 4
+"""Maximum idle sessions that are kept for later calls."""
 
 
 class SessionLease:
@@ -17,6 +25,8 @@ class SessionLease:
         self.draft_session: Session | None = None
         """The session of the draft model that drafts tokens for `session`."""
         self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
+        self.has_saved_state = False
+        """Whether the states of the only sequence were loaded from a file, and continued since."""
 
     @property
     def only_session(self) -> Session:
@@ -35,14 +45,104 @@ class SessionLease:
         If `ids` begins differently, or has no further tokens, all sequences are reset and all of `ids` is returned.
         """
         read = self.tokens[0][: self.session.lengths[0]]
-        if not read or len(ids) <= len(read) or ids[: len(read)] != read:
+        if not self.is_prefix_known(ids):
             self.reset_all_sequences()
             return ids
         self.tokens[0] = read
         return ids[len(read) :]
 
+    def is_prefix_known(self, ids: Sequence[int]) -> bool:
+        """Whether sequence 0 has processed some of the first tokens of `ids`, and nothing else."""
+        read = self.tokens[0][: self.session.lengths[0]]
+        return 0 < len(read) < len(ids) and ids[: len(read)] == read
+
     def reset_all_sequences(self) -> None:
         """Reset all sequences and forget their tokens."""
         for i in range(self.session.sequences):
             self.session.reset(i)
-        self.tokens = [[] for _ in range(self.session.sequences)]
+        self.tokens, self.has_saved_state = [[] for _ in range(self.session.sequences)], False
+
+
+class IdleSessions:
+    """The sessions of a model that no call uses, all over the same weights; any thread may use them.
+
+    Args:
+        first: The session that has loaded the weights; it is idle at first.
+    """
+
+    def __init__(self, first: Session) -> None:
+        self._first: Session | None = first
+        self._lock = threading.Lock()
+        self._leases = [SessionLease(first)]
+        self.lease_count = 0
+        """Number of calls that had a session of one sequence."""
+
+    @property
+    def first(self) -> Session:
+        """The session that loaded the weights. Raises `ModelError` after `close`."""
+        if self._first is None:
+            raise ModelError("the model is closed; open it anew with hocket.Model")
+        return self._first
+
+    @property
+    def is_closed(self) -> bool:
+        return self._first is None
+
+    @property
+    def leases(self) -> list[SessionLease]:
+        """The idle sessions."""
+        with self._lock:
+            return list(self._leases)
+
+    @contextmanager
+    def lease(self, sequences: int = 1, longest: int | None = None) -> Iterator[SessionLease]:
+        """Lease an idle session, or a new one, for one call.
+
+        Args:
+            sequences: Number of sequences.
+            longest: Tokens of a sequence; by default the context of the model.
+        """
+        first = self.first
+        key = sequences, min(first.context, longest or first.context)
+        with self._lock:
+            if (lease := next((lease for lease in self._leases if lease.lookup_key == key), None)) is not None:
+                self._leases.remove(lease)
+        if lease is None:
+            lease = SessionLease(make_session(first, sequences, context=key[1], batch=min(first.batch, key[1])))
+        try:
+            yield lease
+        finally:
+            with self._lock:
+                self.lease_count += sequences == 1
+                if self._first is not None:
+                    others = [other for other in self._leases if other.lookup_key != key]
+                    self._leases = [lease, *others][:MAX_IDLE_SESSIONS]
+
+    def withdraw_first(self) -> bool:
+        """Withdraw the first session for another use; return False if a call uses it, or it has a saved state."""
+        with self._lock:
+            lease = next((lease for lease in self._leases if lease.session is self._first), None)
+            if lease is None or lease.has_saved_state:
+                return False
+            self._leases.remove(lease)
+            return True
+
+    def close(self) -> None:
+        """Forget all sessions; later calls raise `ModelError`."""
+        with self._lock:
+            self._first = None
+            self._leases.clear()
+
+
+def sum_bytes_by_device(models: Sequence[tuple[Session, Sequence[Session]]]) -> dict[str, dict[str, int]]:
+    """Sum the bytes of sessions by device and kind: ``weight``, ``state`` and ``arena``.
+
+    Each pair has the session that loaded the weights of a model, and further sessions over these weights.
+    """
+    sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in models[0][0].group}
+    for root, sessions in models:
+        for session in dict.fromkeys((root, *sessions)):
+            for (_, device), byte_counts in zip(session.group, session.store.nbytes(), strict=True):
+                for kind, count in byte_counts.items():
+                    sums[str(device)][kind] += count if kind != "weight" or session is root else 0
+    return sums

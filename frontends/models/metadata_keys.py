@@ -95,7 +95,7 @@ KEYS_BY_PURPOSE: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.ple.head_vocab_sizes {arch}.ple.conv_kernel {arch}.ple.eos_token_id",
         ),
         "blocks that guess further tokens": (READ, "{arch}.nextn_predict_layers"),
-        "vectors of texts": (READ, "{arch}.pooling_type"),
+        "vectors of texts": (READ, "{arch}.pooling_type {arch}.classifier.pooling_type"),
         "the file itself": (
             READ,
             "general.architecture general.alignment general.name general.type split.no split.count split.tensors.count",

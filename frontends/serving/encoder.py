@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 
 from ..errors import ModelError
-from ..language_model import Model
+from ..inference.saved_state import SavedState
 from .requests import EngineStatus, EngineTotals, Event, GenerationRequest
-from .served_model import ServedModel
+from .served_model import LoadedModel, ServedModel
+from .step_history import RequestRecord, RequestTrace
+
+NO_SLOTS_ERROR = "this model is an encoder, which keeps no tokens in slots"
 
 
-def has_no_generation(model: Model) -> bool:
+def has_no_generation(model: LoadedModel) -> bool:
     """Whether a model sees all tokens of a text at once, so that it cannot generate token by token."""
     source = model.session.model
     return source.is_encoder or not source.is_causal
@@ -38,6 +43,28 @@ class EncoderService(ServedModel):
 
     def cancel(self, request: str) -> None:
         """Do nothing, because no request runs."""
+
+    max_slot_file_bytes = 0
+
+    def capture_slot(self, slot: int) -> Future[SavedState]:
+        """Refuse: an encoder keeps no tokens. Raises `ModelError` always."""
+        raise ModelError(NO_SLOTS_ERROR)
+
+    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+        """Refuse: an encoder keeps no tokens. Raises `ModelError` always."""
+        raise ModelError(NO_SLOTS_ERROR)
+
+    def erase_slot(self, slot: int) -> Future[int]:
+        """Refuse: an encoder keeps no tokens. Raises `ModelError` always."""
+        raise ModelError(NO_SLOTS_ERROR)
+
+    def list_requests(self) -> list[RequestRecord]:
+        """Return no requests, because none is generated."""
+        return []
+
+    def trace_requests(self, name: str) -> list[RequestTrace]:
+        """Return no traces, because nothing is generated."""
+        return []
 
     def explain_plans(self) -> str:
         """Explain the plan of a whole text."""

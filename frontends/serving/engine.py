@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from ...backends.cpu.top_k import find_top_k
 from ...graph.errors import HocketError
 from ..errors import ModelError
 from ..generation.generate import EMPTY_PROMPT_ERROR
-from ..generation.grammar import GrammarState
-from ..generation.lazy_grammar import LazyGrammarState
 from ..inference.prefill_chunks import F32, next_power_of_two
 from .prefix_cache import PrefixCache, count_common_prefix_tokens
 from .requests import (
     ContextExceededError,
+    EndedSequence,
     EndEvent,
     EngineStatus,
     EngineTotals,
@@ -34,9 +29,11 @@ from .requests import (
     PromptProgressEvent,
     QueueFullError,
     RequestTiming,
-    TokenEvent,
 )
+from .running_requests import QueuedRequest, RunningRequest, choose_token, make_token_event, start_request
 from .slots import MIN_PROMPT_TOKENS, choose_slot_window
+from .step_history import StepHistory
+from .step_runner import StepRunner
 
 IDLE_CHUNK_SECONDS = 1.0
 """Largest predicted seconds of a prompt chunk while no request decodes; a cancellation waits for the end of a chunk."""
@@ -44,62 +41,6 @@ SMOOTHING = 0.3
 """Weight of the last measured time of a step in the running mean."""
 MIN_AWAITED_TOKENS = 64
 """A request waits for a prompt that another slot is reading if it shares at least this many more tokens with it."""
-
-
-class StepRunner(Protocol):
-    """The operations of `SlotPool` that the engine calls; a test can pass a substitute that needs no weights."""
-
-    slots: int
-    context: int
-    batch: int
-
-    def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
-        """Read prompt tokens into a slot, and return the logits after the last one; see `SlotPool.read_prompt`."""
-
-    def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
-        """Append one token to each given slot, and return the logits by slot; see `SlotPool.decode`."""
-
-    @property
-    def planning_seconds(self) -> float:
-        """The seconds of plans and kernels since the start, which runs may include; see `SlotPool`."""
-
-    def predict_prompt_seconds(self, size: int) -> float:
-        """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
-
-    def wipe(self, slot: int) -> None:
-        """Zero all states of a slot; see `SlotPool.wipe`."""
-
-
-@dataclass(slots=True)
-class _RunningRequest:
-    """A running request in a slot.
-
-    `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated.
-    """
-
-    request: GenerationRequest
-    slot: int
-    submitted: float
-    started: float
-    tokens: list[int]
-    cached_tokens: int
-    next_token: int | None = None
-    new_tokens: int = 0
-    first_token: float = 0.0
-    grammar: GrammarState | LazyGrammarState | None = None
-    context_tokens: list[int] = field(default_factory=list)
-    """Prompt and sampled tokens, for penalties and seeds."""
-
-    @property
-    def unread_tokens(self) -> int:
-        """Number of prompt tokens that the slot has not read yet."""
-        return max(0, len(self.request.prompt) - len(self.tokens))
-
-
-@dataclass(slots=True)
-class _Queued:
-    request: GenerationRequest
-    submitted: float
 
 
 class Engine:
@@ -113,6 +54,9 @@ class Engine:
         queue_size: Maximum requests that wait for a slot.
         max_gap_seconds: Largest predicted time of a chunk while requests decode.
         clock: Returns the time in seconds.
+        idle_chunk_seconds: Largest predicted time of a chunk while no request decodes; infinity needs no prediction.
+        max_window: Largest number of slots of a decode step; a power of two, or `None` for all slots.
+        fills_context: Whether a request with a full context gets the token after it, which needs no cell.
     """
 
     def __init__(
@@ -123,16 +67,30 @@ class Engine:
         queue_size: int,
         max_gap_seconds: float,
         clock: Callable[[], float],
+        idle_chunk_seconds: float = IDLE_CHUNK_SECONDS,
+        max_window: int | None = None,
+        fills_context: bool = False,
     ) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
         self._queue_size, self._max_gap_seconds = queue_size, max_gap_seconds
-        self._queue: deque[_Queued] = deque()
-        self._running: dict[int, _RunningRequest] = {}
+        self._idle_chunk_seconds, self._max_window = idle_chunk_seconds, max_window
+        self._max_tokens, self._last_block = pool.context + fills_context, -1
+        self._queue: deque[QueuedRequest] = deque()
+        self._running: dict[int, RunningRequest] = {}
         self._reads_next = True
         self._chunk_seconds: dict[int, float] = {}
         self._decode_seconds: dict[int, float] = {}
         self._request_seconds = 0.0
         self._sums = EngineTotals()
+        self.last_end: EndedSequence | None = None
+        """The sequence of the request that has ended last."""
+        self._events: list[Event] = []
+        """The events of a step that has not ended; after an exception `restart` returns them."""
+        self.requests_in_step: tuple[str, ...] = ()
+        """The ids of the requests for which the present step works; after an exception they are to end."""
+        self.failed_slots: set[int] = set()
+        """The slots in which a run failed for one request alone; the caller may probe one of them and clear this."""
+        self.history = StepHistory()
 
     # ------------------------------------------------------------------------------------------------------ orders
 
@@ -147,7 +105,9 @@ class Engine:
         self.check_request(request)
         if len(self._queue) >= self._queue_size:
             raise QueueFullError(len(self._queue), self.predict_queue_seconds())
-        self._queue.append(_Queued(request, self._clock()))
+        now = self._clock()
+        self._queue.append(QueuedRequest(request, now))
+        self.history.record_submission(request.id, now, len(request.prompt))
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raise the errors of `submit` that do not depend on the queue; any thread may call this."""
@@ -161,8 +121,7 @@ class Engine:
         for queued in self._queue:
             if queued.request.id == request:
                 self._queue.remove(queued)
-                seconds = self._clock() - queued.submitted
-                return [EndEvent(request, "cancelled", RequestTiming(queue_seconds=seconds))]
+                return [self._end_queued(queued, "cancelled")]
         running = next((one for one in self._running.values() if one.request.id == request), None)
         return [] if running is None else [self._end(running, "cancelled")]
 
@@ -191,23 +150,70 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------------- steps
 
-    def step(self) -> list[Event]:
+    def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
+
+        After an exception other than `HocketError` from a run, call `restart`.
+
+        Args:
+            paused: The ids of requests that decode no token in this step.
 
         Returns:
             The events of the step, for the clients of the requests.
         """
-        events: list[Event] = list(self._start_queued_requests())
+        self._events = []
+        for event in self._run_step(paused):
+            self._events.append(event)
+        self.requests_in_step = ()
+        events, self._events = self._events, []
+        return events
+
+    def _run_step(self, paused: Container[str]) -> Iterator[Event]:
+        yield from self._start_queued_requests()
         reading = [one for one in self._running.values() if one.unread_tokens]
-        decoding = [one for one in self._running.values() if one.next_token is not None]
+        awake = (one for one in self._running.values() if one.request.id not in paused)
+        decoding = self._select_block([one for one in awake if one.next_token is not None])
         if reading and (self._reads_next or not decoding):
             self._reads_next = False
-            events += self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
-            return events
+            yield from self._read_chunk(min(reading, key=lambda one: one.submitted), decoding)
+            return
         self._reads_next = True
         if decoding:
-            events += self._decode(decoding)
+            yield from self._decode(decoding)
+
+    def restart(self, failed_requests: Collection[str], message: str) -> list[Event]:
+        """Build all plans and states anew after a failure, and return the events of the failed step.
+
+        The failed requests end with an error. The other running requests return to the front of the queue. The tokens
+        that their clients have are computed again, without events, so a text goes on as it would have.
+
+        Args:
+            failed_requests: The ids of the requests that end.
+            message: The reason, for their clients.
+        """
+        events, self._events, self.requests_in_step = self._events, [], ()
+        for queued in [queued for queued in self._queue if queued.request.id in failed_requests]:
+            self._queue.remove(queued)
+            events.append(self._end_queued(queued, "error", message))
+        for one in sorted(self._running.values(), key=lambda one: one.submitted, reverse=True):
+            if one.request.id in failed_requests:
+                events.append(self._end(one, "error", message))
+            else:
+                self._queue.appendleft(one.queue_again())
+        self._running.clear()
+        self.failed_slots.clear()
+        self._pool.rebuild()
+        self._cache.forget_all_slots()
+        self._sums.restarts += 1
         return events
+
+    def _select_block(self, decoding: list[RunningRequest]) -> list[RunningRequest]:
+        """Select the requests of one block of `max_window` slots; the blocks that have requests take turns."""
+        size = self._max_window or self._pool.slots
+        if self._pool.slots <= size or len(blocks := {one.slot // size for one in decoding}) <= 1:
+            return decoding
+        self._last_block = min((block for block in blocks if block > self._last_block), default=min(blocks))
+        return [one for one in decoding if one.slot // size == self._last_block]
 
     def _start_queued_requests(self) -> Iterator[Event]:
         """Start queued requests in free slots, in order, and yield the number of cached prompt tokens of each.
@@ -220,6 +226,11 @@ class Engine:
             if not free:
                 return
             request = queued.request
+            if request.slot is not None:
+                if request.slot in self._running:
+                    continue
+                free = [request.slot]
+            self.requests_in_step = (request.id,)
             match = self._cache.find_slot_for_prompt(
                 request.prompt if request.uses_cache else (), free, self._compute_window_size
             )
@@ -227,31 +238,35 @@ class Engine:
                 continue
             self._queue.remove(queued)
             try:
-                grammar = request.params.grammar.make_state() if request.params.grammar else None
+                running = start_request(queued, match.target, self._clock(), match.tokens)
             except HocketError as error:
-                yield EndEvent(request.id, "error", RequestTiming(len(request.prompt)), str(error))
+                yield self._end_queued(queued, "error", str(error))
                 continue
-            self._cache.prepare_target_slot(match, request.prompt)
-            running = _RunningRequest(
-                request,
-                match.target,
-                queued.submitted,
-                self._clock(),
-                list(request.prompt[: match.tokens]),
-                match.tokens,
-                grammar=grammar,
-                context_tokens=list(request.prompt),
-            )
             self._running[match.target] = running
-            self._sums.prompt_tokens += len(request.prompt)
-            self._sums.cached_tokens += match.tokens
-            yield PromptProgressEvent(request.id, match.tokens)
+            self._cache.prepare_target_slot(match, request.prompt)
+            if queued.started is None:
+                self._sums.prompt_tokens += len(request.prompt)
+                self._sums.cached_tokens += match.tokens
+            self.history.record_start(request.id, self._clock(), match.target, match.tokens)
+            yield from self._report_read_tokens(running)
+
+    def _report_read_tokens(self, running: RunningRequest) -> Iterator[Event]:
+        """Yield the progress of a request in its prompt, unless its client knows it from before a restart."""
+        if len(running.tokens) > running.reported_tokens:
+            running.reported_tokens = len(running.tokens)
+            yield PromptProgressEvent(running.request.id, len(running.tokens))
+
+    def _end_queued(self, queued: QueuedRequest, reason: str, message: str = "") -> EndEvent:
+        now, request = self._clock(), queued.request
+        self.history.record_end(request.id, now, reason, len(queued.sent_tokens))
+        timing = RequestTiming(len(request.prompt), queue_seconds=now - queued.submitted)
+        return EndEvent(request.id, reason, timing, message)
 
     def _compute_window_size(self, slot: int) -> int:
         """Return the slot count of the smallest window (`choose_slot_window`) with `slot` and all running requests."""
         return choose_slot_window([slot, *self._running])[1]
 
-    def _move_request_to_shrink_window(self, decoding: Sequence[_RunningRequest]) -> None:
+    def _move_request_to_shrink_window(self, decoding: Sequence[RunningRequest]) -> None:
         """Move one request to another slot if the decoding requests then fit into a smaller window of slots.
 
         This happens only if the window is at least twice as large as needed. A step moves at most one request, which
@@ -264,7 +279,7 @@ class Engine:
         block = max(blocks, key=lambda number: blocks[number])
         slots = range(block * size, min((block + 1) * size, self._pool.slots))
         target = next((slot for slot in slots if slot not in self._running), None)
-        outside = next((one for one in decoding if one.slot // size != block), None)
+        outside = next((one for one in decoding if one.slot // size != block and one.request.slot is None), None)
         if target is not None and outside is not None:
             self._cache.move_slot(outside.slot, target, len(outside.tokens))
             self._running[target] = self._running.pop(outside.slot)
@@ -277,7 +292,7 @@ class Engine:
             for one in self._running.values()
         )
 
-    def _choose_chunk_size(self, running: _RunningRequest, decoding: Sequence[_RunningRequest]) -> int:
+    def _choose_chunk_size(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> int:
         """Choose how many prompt tokens the next chunk reads: a power of two, or all that are left.
 
         Other requests decode only between chunks. So a chunk takes about the predicted time of a decode step, and at
@@ -287,8 +302,8 @@ class Engine:
             step = self._decode_seconds.get(next_power_of_two(len(decoding)), 0.0)
             budget = min(max(step, self._predict_chunk_seconds(MIN_PROMPT_TOKENS)), self._max_gap_seconds)
         else:
-            budget = IDLE_CHUNK_SECONDS
-        size = MIN_PROMPT_TOKENS
+            budget = self._idle_chunk_seconds
+        size = MIN_PROMPT_TOKENS if budget < math.inf else self._pool.batch
         while size * 2 <= self._pool.batch and self._predict_chunk_seconds(size * 2) <= budget:
             size *= 2
         return self._cache.limit_chunk_to_save_position(running.slot, len(running.tokens), min(size, self._pool.batch))
@@ -305,22 +320,25 @@ class Engine:
         nearest = min(self._chunk_seconds, key=lambda known: abs(math.log2(known / size)))
         return self._chunk_seconds[nearest] * max(size / nearest, 1.0)
 
-    def _read_chunk(self, running: _RunningRequest, decoding: Sequence[_RunningRequest]) -> Iterator[Event]:
+    def _read_chunk(self, running: RunningRequest, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
         before = len(running.tokens)
         size = self._choose_chunk_size(running, decoding)
         chunk = running.request.prompt[before : before + size]
+        self.requests_in_step = (running.request.id,)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
             logits = self._pool.read_prompt(running.slot, chunk, running.tokens)
         except HocketError as error:
+            self.failed_slots.add(running.slot)
             yield self._end_with_error(running, error)
             return
         seconds, planning = self._clock() - start, self._pool.planning_seconds - planned
         _update_mean(self._chunk_seconds, next_power_of_two(max(len(chunk), MIN_PROMPT_TOKENS)), seconds - planning)
         self._sums.prompt_seconds += seconds
+        self.history.record_step("prompt", start, seconds, [(running.request.id, len(chunk))])
         running.tokens.extend(chunk)
         self._cache.record_read_tokens(running.slot, running.tokens)
-        yield PromptProgressEvent(running.request.id, len(running.tokens))
+        yield from self._report_read_tokens(running)
         if running.unread_tokens:
             return
         if running.request.params.limit == 0:
@@ -328,7 +346,8 @@ class Engine:
         else:
             yield from self._sample_next_token(running, logits)
 
-    def _decode(self, decoding: Sequence[_RunningRequest]) -> Iterator[Event]:
+    def _decode(self, decoding: Sequence[RunningRequest]) -> Iterator[Event]:
+        self.requests_in_step = tuple(one.request.id for one in decoding)
         self._move_request_to_shrink_window(decoding)
         start, planned = self._clock(), self._pool.planning_seconds
         try:
@@ -340,27 +359,30 @@ class Engine:
         _update_mean(self._decode_seconds, next_power_of_two(len(decoding)), seconds - planning)
         self._sums.decode_seconds += seconds
         self._sums.decode_steps += 1
+        self.history.record_step("decode", start, seconds, [(one.request.id, 1) for one in decoding])
         for one in decoding:
             yield from self._advance(one, rows[one.slot])
 
-    def _decode_one_by_one(self, decoding: Sequence[_RunningRequest], error: HocketError) -> Iterator[Event]:
+    def _decode_one_by_one(self, decoding: Sequence[RunningRequest], error: HocketError) -> Iterator[Event]:
         """Repeat a failed decode step for each request alone; only the requests that fail again end with an error."""
         if len(decoding) == 1:
+            self.failed_slots.add(decoding[0].slot)
             yield self._end_with_error(decoding[0], error)
             return
         for one in decoding:
             try:
                 rows = self._run_decode([one])
             except HocketError as why:
+                self.failed_slots.add(one.slot)
                 yield self._end_with_error(one, why)
             else:
                 yield from self._advance(one, rows[one.slot])
 
-    def _run_decode(self, decoding: Sequence[_RunningRequest]) -> dict[int, F32]:
+    def _run_decode(self, decoding: Sequence[RunningRequest]) -> dict[int, F32]:
         tokens = {one.slot: one.next_token for one in decoding if one.next_token is not None}
         return self._pool.decode(tokens, {slot: one.tokens for slot, one in self._running.items()})
 
-    def _advance(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
+    def _advance(self, one: RunningRequest, logits: F32) -> Iterator[Event]:
         assert one.next_token is not None
         one.tokens.append(one.next_token)
         self._cache.record_decoded_length(one.slot, len(one.tokens))
@@ -368,29 +390,28 @@ class Engine:
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
-    def _sample_next_token(self, one: _RunningRequest, logits: F32) -> Iterator[Event]:
+    def _sample_next_token(self, one: RunningRequest, logits: F32) -> Iterator[Event]:
         """Sample the next token of a request from its logits, and yield the events for its client.
 
         The request ends at an end token, at its limit or after an error.
         """
         params, one.next_token = one.request.params, None
-        logits = logits[: params.token_count]
+        logits, is_repeated = logits[: params.token_count], bool(one.repeated_tokens)
         try:
-            masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
-            rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else None
-            token = params.sampling.choose(masked, rng or _UNUSED_RNG, one.context_tokens)
+            token = one.repeated_tokens.popleft() if is_repeated else choose_token(one, logits)
         except HocketError as error:
             yield self._end_with_error(one, error)
             return
-        if one.new_tokens == 0:
+        if one.first_token is None:
             one.first_token = self._clock()
         if token in params.end_tokens:
             yield self._end(one, "stop")
             return
         one.new_tokens += 1
         one.context_tokens.append(token)
-        self._sums.new_tokens += 1
-        yield _make_token_event(one.request, token, logits)
+        if not is_repeated:
+            self._sums.new_tokens += 1
+            yield make_token_event(one.request, token, logits)
         try:
             is_complete = one.grammar is not None and not one.grammar.accept_token(token)
         except HocketError as error:
@@ -398,52 +419,32 @@ class Engine:
             return
         if is_complete:
             yield self._end(one, "stop")
-        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._pool.context:
+        elif one.new_tokens == params.limit or len(one.context_tokens) >= self._max_tokens:
             yield self._end(one, "length")
         else:
             one.next_token = token
 
-    def _end_with_error(self, one: _RunningRequest, error: HocketError) -> EndEvent:
+    def _end_with_error(self, one: RunningRequest, error: HocketError) -> EndEvent:
         """End a request with an error, and zero its slot, because it may hold NaN or infinite numbers."""
         self._pool.wipe(one.slot)
         self._cache.forget_slot(one.slot)
         return self._end(one, "error", " ".join(str(error).split()))
 
-    def _end(self, one: _RunningRequest, reason: str, message: str = "") -> EndEvent:
+    def _end(self, one: RunningRequest, reason: str, message: str = "") -> EndEvent:
         now = self._clock()
         del self._running[one.slot]
-        first = one.first_token or now
-        timing = RequestTiming(
-            len(one.request.prompt),
-            one.cached_tokens,
-            one.new_tokens,
-            one.started - one.submitted,
-            first - one.started,
-            now - first,
-        )
+        if reason != "error":
+            self._cache.record_contents(one.slot, one.context_tokens, len(one.tokens))
         self._request_seconds += SMOOTHING * (now - one.started - self._request_seconds)
         self._sums.finished_requests += 1
-        return EndEvent(one.request.id, reason, timing, message)
+        self.last_end = EndedSequence(one.slot, one.tokens, one.context_tokens) if reason != "error" else None
+        self.history.record_end(one.request.id, now, reason, one.new_tokens)
+        return EndEvent(one.request.id, reason, one.measure(now), message)
 
     def predict_queue_seconds(self) -> float:
         """Predict the seconds until a place in the queue is free, from the mean time of a request."""
         return max(1.0, math.ceil(self._request_seconds / self._pool.slots))
 
 
-_UNUSED_RNG = np.random.default_rng(0)
-"""The argument of `Sampling.choose` at temperature 0, which draws no number."""
-
-
 def _update_mean(means: dict[int, float], key: int, seconds: float) -> None:
     means[key] = seconds if key not in means else means[key] + SMOOTHING * (seconds - means[key])
-
-
-def _make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:
-    if request.top_logprobs is None:
-        return TokenEvent(request.id, token)
-    count = min(request.top_logprobs, len(logits))
-    ids = [token, *(find_top_k(logits, count) if count else ())]
-    max_logit = float(logits.max())
-    log_sum = max_logit + math.log(float(np.exp(logits.astype(np.float64) - max_logit).sum()))
-    logprobs = [(int(i), float(logits[i]) - log_sum) for i in ids]
-    return TokenEvent(request.id, token, logprobs[0][1], tuple(logprobs[1:]))

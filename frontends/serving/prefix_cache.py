@@ -55,6 +55,9 @@ class SlotMemory(Protocol):
     def copy_cache_cells(self, source: int, target: int, tokens: int) -> None:
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
+    def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move all slots to memory of `slots` slots; see `SlotPool.add_slots`."""
+
     def compute_recurrent_state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""
 
@@ -69,6 +72,20 @@ class PrefixMatch:
     tokens: int
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """The contents of a slot: it has evaluated the first `length` of `tokens`.
+
+    The last token of a text may follow them, which was sampled and never evaluated.
+    """
+
+    tokens: tuple[int, ...]
+    length: int
+
+
+NO_CONTENTS = SlotContents((), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,10 @@ class PrefixCache:
         self._saved: OrderedDict[tuple[int, int], _SavedRecurrentStates] = OrderedDict()
         """Saved states by slot and position, least recently used first."""
         self._saved_bytes = 0
+        self._contents: list[SlotContents] = [NO_CONTENTS] * memory.slots
+        """The contents of each slot after the end of its last request, for slot files."""
+        self._ring_starts: list[int] = [0] * memory.slots
+        """Per slot the tokens before which its ring caches have no complete window, because they came from a file."""
         self._save_points: list[frozenset[int]] = [frozenset()] * memory.slots
         """Per slot the positions of its present prompt at which recurrent states are saved."""
 
@@ -147,7 +168,8 @@ class PrefixCache:
         for key in [key for key in self._saved if key[0] == source]:
             self._saved[target, key[1]] = self._saved.pop(key)
         self._save_points[target] = self._save_points[source]
-        self._tokens[source] = ()
+        self._ring_starts[target] = self._ring_starts[source]
+        self.forget_slot(source)
         self._touch(target)
 
     def _count_reusable_tokens(self, slot: int, prompt: tuple[int, ...]) -> int:
@@ -161,23 +183,28 @@ class PrefixCache:
         if self._memory.has_recurrent_states:
             return max((at for place, at in self._saved if place == slot and at <= shared), default=0)
         slack = self._memory.ring_slack_tokens
-        return shared if slack is None or self._lengths[slot] - shared <= slack else 0
+        if slack is None:
+            return shared
+        return shared if self._lengths[slot] - shared <= slack and shared >= self._ring_starts[slot] else 0
 
     def prepare_target_slot(self, match: PrefixMatch, prompt: tuple[int, ...]) -> None:
         """Prepare the target slot of a match: copy or restore the reused tokens, and forget all other tokens."""
         source, target = match.source, match.target
+        ring_start = self._ring_starts[source] if match.tokens else 0
         shared = max((count_common_prefix_tokens(known, prompt[:-1]) for known in self._tokens), default=0)
         saved = self._saved.get((source, match.tokens))
         if source != target:
             self.forget_slot(target)
             if match.tokens:
                 self._memory.copy_cache_cells(source, target, match.tokens)
+                self._lengths[target] = self._lengths[source]
         if saved is not None:
             self._saved.move_to_end((source, match.tokens))
             self._memory.restore_recurrent_states(target, saved.states)
         elif self._memory.has_recurrent_states:
             self._memory.clear_recurrent_states(target)
         self._tokens[target] = self._tokens[source][: match.tokens]
+        self._ring_starts[target], self._contents[target] = ring_start, NO_CONTENTS
         for key in [key for key in self._saved if key[0] == target and key[1] > match.tokens]:
             self._drop(key)
         if source != target and saved is not None:
@@ -213,15 +240,57 @@ class PrefixCache:
             if nbytes <= self._state_bytes:
                 self._keep(slot, len(tokens), _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
 
+    def add_slots(self, slots: int) -> None:
+        """Enlarge the memory to `slots` slots; the present slots keep their tokens."""
+        self._memory.add_slots(slots, self._lengths)
+        added = slots - len(self._tokens)
+        self._tokens += [()] * added
+        self._lengths += [0] * added
+        self._last_use += [0] * added
+        self._save_points += [frozenset()] * added
+        self._contents += [NO_CONTENTS] * added
+        self._ring_starts += [0] * added
+
     def forget_slot(self, slot: int) -> None:
         """Forget the tokens and the saved recurrent states of a slot."""
-        self._tokens[slot] = ()
+        self._tokens[slot], self._contents[slot], self._ring_starts[slot] = (), NO_CONTENTS, 0
         for key in [key for key in self._saved if key[0] == slot]:
             self._drop(key)
+
+    def forget_all_slots(self) -> None:
+        """Forget the tokens and the saved recurrent states of all slots."""
+        for slot in range(self._memory.slots):
+            self.forget_slot(slot)
 
     def record_decoded_length(self, slot: int, length: int) -> None:
         """Record that a slot holds `length` tokens after a decode step."""
         self._lengths[slot] = length
+
+    def record_contents(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Record the contents of a slot at the end of its request; see `SlotContents`."""
+        self._contents[slot] = SlotContents(tuple(tokens), length)
+
+    def get_contents(self, slot: int) -> SlotContents:
+        """Return the contents of a slot after the end of its last request; they are empty while it runs one."""
+        return self._contents[slot]
+
+    def can_keep_states(self) -> bool:
+        """Whether one copy of the recurrent states of a slot fits into the memory for them."""
+        return self._memory.compute_recurrent_state_bytes() <= self._state_bytes
+
+    def adopt_restored_slot(self, slot: int, tokens: Sequence[int], length: int) -> None:
+        """Make the restored contents of a slot reusable: its first `length` tokens, decoded ones included.
+
+        Recurrent states can be reused at the end of the contents alone.
+        """
+        self.forget_slot(slot)
+        self._tokens[slot], self._lengths[slot] = tuple(tokens[:length]), length
+        self._ring_starts[slot] = length
+        self.record_contents(slot, tokens, length)
+        if self._memory.has_recurrent_states:
+            nbytes = self._memory.compute_recurrent_state_bytes()
+            self._keep(slot, length, _SavedRecurrentStates(self._memory.save_recurrent_states(slot), nbytes))
+        self._touch(slot)
 
     def _touch(self, slot: int) -> None:
         self._uses += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..generation.generate import GenerationParams
@@ -37,6 +39,7 @@ class GenerationRequest:
     - `top_logprobs`: the number of most probable tokens to report for each new token; `None` reports no
       probabilities.
     - `uses_cache`: whether cells of earlier requests may be reused.
+    - `slot`: the number of the only slot that may run the request; `None` lets the engine choose.
     """
 
     id: str
@@ -44,6 +47,7 @@ class GenerationRequest:
     params: GenerationParams
     top_logprobs: int | None = None
     uses_cache: bool = True
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class RequestTiming:
     - `new_tokens`: sampled tokens.
     - `queue_seconds`: from the submission to the first step; `prompt_seconds`: from there to the first token;
       `decode_seconds`: from the first to the last token.
+    - `slot`: the number of the slot; -1 for a request that had none.
     """
 
     prompt_tokens: int = 0
@@ -76,6 +81,7 @@ class RequestTiming:
     queue_seconds: float = 0.0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
+    slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,18 @@ class EndEvent:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class EndedSequence:
+    """The sequence of a request that has ended: its slot keeps `tokens` until another request starts there.
+
+    `context_tokens` may have one more token, which was sampled, but not evaluated.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    context_tokens: Sequence[int]
+
+
 Event = TokenEvent | PromptProgressEvent | EndEvent
 
 
@@ -115,6 +133,7 @@ class EngineTotals:
     - `prompt_tokens`: tokens of the prompts that got a slot; `cached_tokens`: the part from the prefix cache.
     - `new_tokens`: sampled tokens; `finished_requests`: requests that have ended in a slot.
     - `prompt_seconds`, `decode_seconds`: seconds of the steps of each kind; `decode_steps`: number of decode steps.
+    - `restarts`: how often the engine was built anew after a failure.
     """
 
     prompt_tokens: int = 0
@@ -124,6 +143,7 @@ class EngineTotals:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from ...backends.cpu.target_cpu import find_compile_target
+from ...scheduler import Plan
 from ..gguf.tokenization.tokenizer import Tokenizer
 from ..inference.model_digest import compute_model_digest
 from ..inference.prefill_chunks import F32
-from ..language_model import Model
-from ..ranking import rank_documents
+from ..ranking import TextPooler, rank_documents
+
+
+class LoadedModel(TextPooler, Protocol):
+    """The members of `hocket.Model` that a service reads."""
+
+    @property
+    def context(self) -> int:
+        """The maximum tokens of a text."""
+
+    @property
+    def plan(self) -> Plan:
+        """The execution plan of one token."""
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
+        """Return one embedding for each text; see `hocket.Model.embed`."""
 
 
 class ServedModel:
@@ -24,8 +40,8 @@ class ServedModel:
         version: The version of hocket, for the fingerprint.
     """
 
-    def __init__(self, model: Model, *, name: str, version: str) -> None:
-        self._model, self._name = model, name
+    def __init__(self, model: LoadedModel, *, name: str, version: str) -> None:
+        self._model, self._name, self._version = model, name, version
         self._fingerprint = self._compute_fingerprint(version)
 
     @property

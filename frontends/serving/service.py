@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..gguf.tokenization.tokenizer import Tokenizer
+from ..inference.saved_state import SavedState
 from .requests import EngineStatus, Event, GenerationRequest
+from .step_history import RequestRecord, RequestTrace
 
 
 class ModelService(Protocol):
@@ -62,6 +66,41 @@ class ModelService(Protocol):
 
     def cancel(self, request: str) -> None:
         """Cancel the request with this id within one step, also while it is queued; unknown ids are ignored."""
+
+    @property
+    def max_slot_file_bytes(self) -> int:
+        """The largest bytes of a file from which a slot can be restored."""
+
+    def capture_slot(self, slot: int) -> Future[SavedState]:
+        """Copy the states of a slot as soon as it is free; the result has the tokens of its last request.
+
+        The result raises `ModelError` if the slot has no tokens.
+
+        Raises:
+            ModelError: There is no engine, or it has ended.
+        """
+
+    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+        """Restore a slot as soon as it is free; the result is the number of its tokens.
+
+        The result raises `ModelError` if the state does not fit. `path` is the file, for messages.
+
+        Raises:
+            ModelError: There is no engine, or it has ended.
+        """
+
+    def erase_slot(self, slot: int) -> Future[int]:
+        """Erase the tokens of a slot as soon as it is free; the result is their number.
+
+        Raises:
+            ModelError: There is no engine, or it has ended.
+        """
+
+    def list_requests(self) -> Sequence[RequestRecord]:
+        """List the last requests, oldest first."""
+
+    def trace_requests(self, name: str) -> Sequence[RequestTrace]:
+        """Return the traces of the request with this id, or of all choices of the response with this id."""
 
     def embed(self, texts: Sequence[Sequence[int]], *, normalise: bool) -> npt.NDArray[np.float32]:
         """Compute the embedding vectors of tokenized texts, f32[texts, width].

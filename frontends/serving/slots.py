@@ -7,12 +7,14 @@ and tokens are decoded in the smallest aligned window that has all decoding slot
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ...graph.errors import HocketError
 from ...scheduler import format_bytes
 from ..errors import ModelError
 from ..inference.prefill_chunks import F32, next_power_of_two
@@ -51,16 +53,20 @@ class SlotPool:
         slots: Number of slots.
         context: Tokens of a slot.
         batch: Maximum prompt tokens of one run.
+        shares_states: Whether the slots are the sequences of `like`, instead of further memory.
     """
 
-    def __init__(self, like: Session, slots: int, *, context: int, batch: int) -> None:
+    def __init__(self, like: Session, slots: int, *, context: int, batch: int, shares_states: bool = False) -> None:
         model = like.model
         if not model.is_causal or model.is_encoder:
             raise ModelError(f"{model.architecture} sees all tokens at once; a server generates token by token")
         self.slots, self.context = slots, context
         self.batch = min(batch, context)
-        _require_slot_memory(like, slots)
-        self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
+        if shares_states:
+            self._all_slots = like
+        else:
+            _require_slot_memory(like, slots)
+            self._all_slots = Session(model, like=like, sequences=slots, context=context, batch=self.batch)
         self._opening_seconds = 0.0
         self._windows: dict[tuple[int, int], Session] = {}
         self._state_names = self._all_slots.state_names
@@ -109,6 +115,12 @@ class SlotPool:
             )
             self._opening_seconds += time.perf_counter() - start
         return self._windows[key]
+
+    def open_slot_session(self, slot: int, tokens: Sequence[int]) -> Session:
+        """Return the session of one slot that has processed `tokens`."""
+        window = self.open_window_session(slot, 1)
+        self._set_lengths(window, [tokens])
+        return window
 
     @property
     def planning_seconds(self) -> float:
@@ -176,10 +188,9 @@ class SlotPool:
             tokens: One batch of new tokens at most.
             before: The tokens that the slot has already.
         """
-        window = self.open_window_session(slot, 1)
+        window = self.open_slot_session(slot, before)
         window.min_tokens = min(MIN_PROMPT_TOKENS, next_power_of_two(self.batch))
         try:
-            self._set_lengths(window, [before])
             return np.asarray(window.evaluate([list(tokens)])[0][-1])
         finally:
             window.min_tokens = 1
@@ -199,6 +210,11 @@ class SlotPool:
         rows = window.evaluate(new)
         return {slot: rows[slot - first][-1] for slot in tokens}
 
+    def compute_slot_bytes(self) -> int:
+        """Compute the bytes of all states of one slot in float32, the largest size in a file."""
+        store = self.open_window_session(0, 1).store
+        return sum(4 * math.prod(store.state(name).shape) for name in self._state_names)
+
     def _set_lengths(self, window: Session, before: Sequence[Sequence[int]]) -> None:
         history = self._all_slots.model.history_token_count
         window.lengths = [len(tokens) for tokens in before]
@@ -215,6 +231,23 @@ class SlotPool:
         window = self.open_window_session(slot, 1)
         window.lengths = [self.context]
         window.reset(0)
+
+    def rebuild(self) -> None:
+        """Bind all plans anew at their next use, and zero the states of all slots, after a failure of a device."""
+        self._opening_seconds = self.planning_seconds
+        self._windows.clear()
+        for name in self._state_names:
+            self._all_slots.store.state(name)[:] = 0
+
+    def can_run(self, slot: int) -> bool:
+        """Whether the devices still run steps, by a prompt of one token in a free slot, which is empty afterwards."""
+        try:
+            self.wipe(slot)
+            self.read_prompt(slot, [0], [])
+            self.wipe(slot)
+        except HocketError:
+            return False
+        return True
 
     def save_recurrent_states(self, slot: int) -> SlotStates:
         """Return a copy of the recurrent states of a slot, without its caches."""
@@ -237,6 +270,34 @@ class SlotPool:
             per_cell = self._all_slots.model.tokens_per_cell(name)
             used = rows if name in self._rings else min(rows, -(-tokens // per_cell))
             store.copy_state_rows(name, source * rows, target * rows, used)
+
+    def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move all slots to memory of `slots` slots; the present ones keep their states.
+
+        Args:
+            slots: The new number of slots.
+            lengths: Tokens of each present slot; the cells of these tokens are copied.
+
+        Raises:
+            ModelError: The states of all slots are larger than the memory of the devices.
+        """
+        old, model = self._all_slots, self._all_slots.model
+        _require_slot_memory(old, slots)
+        new = Session(model, like=old, sequences=slots, context=self.context, batch=self.batch)
+        with old.store.turn:
+            for name in self._state_names:
+                source, target = old.store.state(name), new.store.state(name)
+                rows = source.shape[0] // old.sequences
+                per_cell = model.tokens_per_cell(name) if name in self._caches else 1
+                for slot, tokens in enumerate(lengths):
+                    is_partial = name in self._caches and name not in self._rings
+                    used = min(rows, -(-tokens // per_cell)) if is_partial else rows
+                    for number, part in source.parts.items():
+                        cells = slice(slot * rows, slot * rows + used)
+                        target.parts[number].memory_view[cells] = part.memory_view[cells]
+        self._opening_seconds = self.planning_seconds
+        self._windows.clear()
+        self._all_slots, self.slots = new, slots
 
     def compute_recurrent_state_bytes(self) -> int:
         """Compute the bytes of the recurrent states of one slot, without its caches."""

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from ...graph.errors import HocketError
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
-from ..language_model import Model
+from ..inference.model_digest import compute_model_digest
+from ..inference.saved_state import SavedState
 from .engine import Engine
 from .prefix_cache import PrefixCache
-from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming
-from .served_model import ServedModel
+from .request_log import LOG_FORMAT, LoggedEngine, RequestLog
+from .requests import EndEvent, EngineStatus, Event, GenerationRequest, QueueFullError, RequestTiming, TokenEvent
+from .served_model import LoadedModel, ServedModel
+from .slot_files import MAX_HEADER_BYTES, SlotFiles
 from .slots import SlotPool
+from .step_history import RequestRecord, RequestTrace
 
+ActionResult = TypeVar("ActionResult")
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of an engine without work."""
 CLOSE_POLL_SECONDS = 0.05
 """Seconds between two checks of the running requests of an engine that closes."""
+MAX_RESTARTS = 3
+"""Restarts of the engine in a row, without a new token between them; the next failure ends the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAction:
+    """An action on a slot that waits until the slot is free; `future` gets its result."""
+
+    slot: int
+    run: Callable[[], None]
+    future: Future[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +70,63 @@ class EngineThread(ServedModel):
         options: The options of the engine.
         name: The name of the model for clients.
         version: The version of hocket, for the fingerprint.
+        log: Receives all orders and steps, for a replay.
         on_failure: Called in the thread of the engine, with the reason, if the engine ends by an error.
+        on_restart: Called in the thread of the engine, with the reason, if the engine was built anew after an error.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         options: EngineOptions,
         *,
         name: str,
         version: str,
+        log: RequestLog | None = None,
         on_failure: Callable[[str], None] = lambda why: None,
+        on_restart: Callable[[str], None] = lambda why: None,
     ) -> None:
         super().__init__(model, name=name, version=version)
         root = model.session
         self._pool = SlotPool(root, options.slots, context=root.context, batch=root.batch)
         cache = PrefixCache(self._pool, state_bytes=options.saved_state_bytes)
+        self._slot_files, self._log = SlotFiles(self._pool, cache), log
         self._max_requests = options.slots + options.queue_size
-        self._engine = Engine(
-            self._pool,
-            cache,
-            queue_size=self._max_requests,
-            max_gap_seconds=options.max_gap_seconds,
-            clock=time.monotonic,
-        )
+        self._engine = self._make_engine(cache, options)
         self._receivers: dict[str, Callable[[Event], None]] = {}
         self._receivers_lock = threading.Lock()
+        self._slot_actions: list[SlotAction] = []
         self._orders: SimpleQueue[Callable[[], list[Event]] | None] = SimpleQueue()
         self._preparations: Iterator[None] = self._pool.compile_longer_steps()
         self._status, self._last_beat = self._engine.status, time.monotonic()
         self._failure, self._is_closing, self._on_failure = "", False, on_failure
+        self._on_restart, self._restarts_in_row = on_restart, 0
         self._is_ready = False
         self.error: BaseException | None = None
         """The exception that has ended the engine."""
         self._thread = threading.Thread(target=self._run, name="hocket-engine", daemon=True)
         self._thread.start()
+
+    def _make_engine(self, cache: PrefixCache, options: EngineOptions) -> Engine:
+        """Make the engine; if there is a log, write the header of this run."""
+        queue_size, gap = self._max_requests, options.max_gap_seconds
+        if self._log is None:
+            return Engine(self._pool, cache, queue_size=queue_size, max_gap_seconds=gap, clock=time.monotonic)
+        header = {
+            "log": LOG_FORMAT,
+            "version": self._version,
+            "fingerprint": self._fingerprint,
+            "model_digest": compute_model_digest(self._model.session.model),
+            "time": time.time(),
+            "slots": options.slots,
+            "queue_size": queue_size,
+            "max_gap_seconds": gap,
+            "state_bytes": options.saved_state_bytes,
+        }
+        self._log.write({**header, "options": self._log.model_options})
+        return LoggedEngine(
+            self._pool, cache, log=self._log, queue_size=queue_size, max_gap_seconds=gap, clock=time.monotonic
+        )
 
     def explain_plans(self) -> str:
         """Explain two plans as text: a decode step with all slots, and the largest prompt chunk."""
@@ -119,6 +160,8 @@ class EngineThread(ServedModel):
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         self._engine.check_request(request)
         request.params.sampling.check(self._model.session.model.vocabulary_size)
+        if request.slot is not None and not 0 <= request.slot < self._pool.slots:
+            raise ModelError(f"id_slot is {request.slot}; need 0 to {self._pool.slots - 1}, or -1 for any slot")
         with self._receivers_lock:
             if self._failure or self._is_closing:
                 raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
@@ -139,19 +182,114 @@ class EngineThread(ServedModel):
     def cancel(self, request: str) -> None:
         self._orders.put(lambda: self._engine.cancel(request))
 
+    @property
+    def max_slot_file_bytes(self) -> int:
+        return self._pool.compute_slot_bytes() + MAX_HEADER_BYTES
+
+    def capture_slot(self, slot: int) -> Future[SavedState]:
+        return self._put_slot_action(slot, partial(self._slot_files.capture, slot))
+
+    def restore_slot(self, slot: int, state: SavedState, path: str | Path) -> Future[int]:
+        def restore() -> int:
+            count = self._slot_files.restore(slot, state, path)
+            if isinstance(self._engine, LoggedEngine):
+                self._engine.log_restored_slot(slot, str(Path(path).absolute()), count)
+            return count
+
+        return self._put_slot_action(slot, restore)
+
+    def erase_slot(self, slot: int) -> Future[int]:
+        def erase() -> int:
+            count = self._slot_files.erase(slot)
+            if isinstance(self._engine, LoggedEngine):
+                self._engine.log_erased_slot(slot)
+            return count
+
+        return self._put_slot_action(slot, erase)
+
+    def list_requests(self) -> list[RequestRecord]:
+        return self._engine.history.list_requests()
+
+    def trace_requests(self, name: str) -> list[RequestTrace]:
+        return self._engine.history.trace_requests(name)
+
+    def _put_slot_action(self, slot: int, run: Callable[[], ActionResult]) -> Future[ActionResult]:
+        """Put an action into the queue that runs when the slot is free, and return its result as a future."""
+        future: Future[ActionResult] = Future()
+
+        def run_action() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(run())
+            except Exception as error:  # the caller gets every error of its action
+                future.set_exception(error)
+
+        with self._receivers_lock:
+            if self._failure or self._is_closing:
+                raise ModelError(f"the engine has ended: {self._failure or 'the server shuts down'}")
+            self._slot_actions.append(SlotAction(slot, run_action, future))
+        self._orders.put(list)  # an order without events wakes the engine
+        return future
+
+    def _run_slot_actions(self) -> None:
+        """Run the actions for slots that are free now; the others wait."""
+        for action in tuple(self._slot_actions):
+            if not self._engine.status.slot_requests[action.slot]:
+                self._slot_actions.remove(action)
+                action.run()
+
     def _run(self) -> None:
         try:
             self._pool.compile_short_steps(self._note_status)
             self._is_ready = True
             while self._compile_step_while_idle() or self._execute_orders():
-                self._send_events(self._engine.step())
+                self._run_step()
+                self._run_slot_actions()
                 self._note_status()
         except BaseException as error:  # clients must learn of any failure
-            self._fail_all_requests(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._fail_all_requests(_describe_error(error))
             self.error = error
             self._on_failure(self._failure)
             return
         self._fail_all_requests("the server shuts down")
+
+    def _run_step(self) -> None:
+        """Run a step of the engine and send its events; build the engine anew after a failure.
+
+        An exception ends the requests of its step. After a run that failed for one request alone, that request has
+        ended already. Then the engine is built anew only if its devices no longer run steps.
+        """
+        engine = self._engine
+        try:
+            events = engine.step()
+        except Exception as error:  # any failure of a step; the next steps may work
+            in_step = engine.requests_in_step or {*engine.status.slot_requests}
+            self._restart(in_step, _describe_error(error), error)
+            return
+        self._send_events(events)
+        if any(isinstance(event, TokenEvent) for event in events):
+            self._restarts_in_row = 0
+        free = [slot for slot in engine.failed_slots if not engine.status.slot_requests[slot]]
+        engine.failed_slots.clear()
+        if free and not self._pool.can_run(free[0]):
+            self._restart((), "the devices run no steps any more", None)
+
+    def _restart(self, failed_requests: Collection[str], why: str, error: Exception | None) -> None:
+        """Build the engine anew: the failed requests end with the error `why`, all others go on.
+
+        Raises:
+            ModelError: The engine does not work after that either.
+            Exception: `error`, if it has come after `MAX_RESTARTS` restarts in a row.
+        """
+        self._restarts_in_row += 1
+        if self._restarts_in_row > MAX_RESTARTS:
+            raise error or ModelError(f"{why}; the engine has failed after {MAX_RESTARTS} restarts, start it again")
+        self._send_events(self._engine.restart(failed_requests, why))
+        if not self._pool.can_run(0):
+            raise ModelError(f"{why}; a new engine does not run either, start the server again")
+        self._preparations = self._pool.compile_longer_steps()
+        self._on_restart(why)
 
     def _note_status(self) -> None:
         self._status, self._last_beat = self._engine.status, time.monotonic()
@@ -183,7 +321,7 @@ class EngineThread(ServedModel):
         try:
             for _ in self._preparations:
                 return True
-        except HocketError:  # a request that needs this step gets the error
+        except Exception:  # a request that needs this step gets the error
             self._preparations = iter(())
         return False
 
@@ -210,8 +348,12 @@ class EngineThread(ServedModel):
         with self._receivers_lock:
             self._failure = self._failure or why
             receivers, self._receivers = self._receivers, {}
+            actions, self._slot_actions = self._slot_actions, []
         for request, receiver in receivers.items():
             receiver(EndEvent(request, "error", RequestTiming(), why))
+        for action in actions:
+            if action.future.set_running_or_notify_cancel():
+                action.future.set_exception(ModelError(f"the engine has ended: {why}"))
 
     def close(self, grace_seconds: float) -> None:
         with self._receivers_lock:
@@ -221,3 +363,10 @@ class EngineThread(ServedModel):
             time.sleep(CLOSE_POLL_SECONDS)
         self._orders.put(None)
         self._thread.join(max(1.0, grace_seconds))
+        if self._log is not None:
+            self._log.close()
+
+
+def _describe_error(error: BaseException) -> str:
+    """Describe an exception in one line, by its type and its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

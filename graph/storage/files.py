@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 PUBLIC, PRIVATE = 0o666, 0o600
 """Modes of a new file before the umask: for all users, and for its owner only."""
@@ -61,6 +61,27 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` as UTF-8 to the file `path`, atomically as in `replacing`. Raises `OSError`."""
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def open_log(path: str | Path) -> BinaryIO:
+    """Open a file to which a program appends lines, without a buffer; a new file is for its owner only.
+
+    If a crash has cut the last line, the line gets its end, so that the next one begins a line.
+
+    Raises:
+        OSError: The file cannot be written; the error names `path`.
+    """
+    try:
+        file = open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))  # noqa: SIM115
+        known = os.fstat(file.fileno())
+        if stat.S_ISREG(known.st_mode) and known.st_size:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+    except OSError as error:
+        _set_error_filename(error, path)
+        raise
+    return cast(BinaryIO, file)
 
 
 def require_writable(path: str | Path) -> None:

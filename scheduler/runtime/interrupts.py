@@ -38,6 +38,11 @@ class DeferredInterrupts:
         signal.signal(number, self._previous_handler)
 
     @property
+    def previous_handler(self) -> Callable[[int, FrameType | None], Any] | None:
+        """The handler outside the block; `None` in a nested block and outside the main thread."""
+        return self._previous_handler
+
+    @property
     def is_interrupt_pending(self) -> bool:
         """Whether an interrupt has come that will raise KeyboardInterrupt at the end, so that work may be skipped."""
         keeper = self._outer_context or self
@@ -49,3 +54,25 @@ class DeferredInterrupts:
         signal.signal(signal.SIGINT, self._previous_handler)
         if self._pending_signal and failure is None:
             self._previous_handler(*self._pending_signal)
+
+
+class ImmediateInterrupts:
+    """A context within `DeferredInterrupts` in which an interrupt (SIGINT) does not wait.
+
+    It is for work that leaves no invalid states, such as the compilation of kernels. Outside such a block the context
+    does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._outer_context: DeferredInterrupts | None = None
+
+    def __enter__(self) -> Self:
+        before = signal.getsignal(signal.SIGINT)
+        if isinstance(before, DeferredInterrupts) and threading.current_thread() is threading.main_thread():
+            self._outer_context = before
+            signal.signal(signal.SIGINT, before.previous_handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer_context is not None:
+            signal.signal(signal.SIGINT, self._outer_context)

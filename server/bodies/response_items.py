@@ -23,6 +23,7 @@ from .schemas import (
     ResponseFormat,
     SamplingBody,
     ShortText,
+    TopCount,
 )
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
@@ -77,9 +78,15 @@ class ResponsesBody(SamplingBody, kw_only=True):
     text: Objects = msgspec.field(default_factory=dict)
     reasoning: Objects = msgspec.field(default_factory=dict)
     include: Annotated[list[ShortText], Meta(max_length=64)] = msgspec.field(default_factory=list)
+    top_logprobs: TopCount | None = None
     previous_response_id: str | None = None
     conversation: str | Objects | None = None
     chat_template_kwargs: Objects = msgspec.field(default_factory=dict)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the client asks for the logprobs of the tokens of messages."""
+        return LOGPROBS_INCLUDE in self.include
 
 
 def convert_to_chat(body: ResponsesBody) -> ChatBody:
@@ -91,10 +98,8 @@ def convert_to_chat(body: ResponsesBody) -> ChatBody:
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
             raise make_bad_request_error(f"{name} {STATE_ERROR}", name)
-    if LOGPROBS_INCLUDE in body.include:
-        raise make_bad_request_error(
-            f"include: {LOGPROBS_INCLUDE} is not supported; use /v1/chat/completions", "include"
-        )
+    if body.top_logprobs is not None and not body.has_logprobs:
+        raise make_bad_request_error(f"top_logprobs needs {LOGPROBS_INCLUDE} in include", "top_logprobs")
     text = _convert(body.text, TextOptions, "text")
     if text.verbosity != "medium":
         raise make_bad_request_error("text.verbosity is not supported; leave it out", "text")
@@ -113,6 +118,8 @@ def convert_to_chat(body: ResponsesBody) -> ChatBody:
         reasoning_effort=_convert(body.reasoning, ReasoningOptions, "reasoning").effort,
         chat_template_kwargs=body.chat_template_kwargs,
         continue_final_message=False,
+        logprobs=body.has_logprobs,
+        top_logprobs=body.top_logprobs,
     )
 
 

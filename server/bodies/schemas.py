@@ -71,6 +71,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     grammar: GrammarText = ""
     json_schema: Objects | bool | GrammarText | None = None
     cache_prompt: bool = True
+    id_slot: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     stream: bool = False
     return_progress: bool = False
     timings_per_token: bool = False
@@ -210,6 +211,12 @@ class RerankBody(msgspec.Struct, kw_only=True):
     return_documents: bool = False
     return_text: bool = False
     model: ShortText = ""
+
+
+class SlotFileBody(msgspec.Struct, kw_only=True):
+    """The body of ``POST /slots/ID``: the name of the file."""
+
+    filename: ShortText
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -80,7 +80,7 @@ async def prepare_chat(state: ServingState, body: ChatBody, id_prefix: str) -> P
             ids,
             builder.build_generation_params(body, limit, grammar or lazy_grammar, i),
             top_logprobs=top,
-            uses_cache=body.cache_prompt,
+            body=body,
             id=f"{chat_id}-{i}",
         )
         for i in range(body.n)

@@ -24,7 +24,7 @@ from .chat import require_slots_for_choices
 from .logprobs import describe_logprobs
 
 NO_SLOT = -1
-"""Value of ``id_slot``, because requests of this engine have no fixed slot."""
+"""Value of ``id_slot`` in a stream before its end, because the engine may still choose another slot."""
 UNLIMITED = -1
 """Default of ``n_predict``: until the context is full."""
 NEUTRAL_SAMPLERS = {
@@ -95,7 +95,7 @@ class NativeAnswerFormatter:
             "index": i,
             "content": text,
             "tokens": [event.token for event in tokens] if self._body.return_tokens and not is_streamed else [],
-            "id_slot": NO_SLOT,
+            "id_slot": finish.timing.slot,
             "stop": True,
             "model": self._state.service.model_name,
             "tokens_predicted": finish.token_count,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...frontends.serving.requests import TokenEvent
 from ..bodies.answers import Delta
 from ..bodies.response_items import ResponsesBody, convert_to_chat
 from ..bodies.schemas import Objects
@@ -17,8 +18,9 @@ from ..metrics import describe_timing
 from ..requests import make_id
 from ..responses import PING, JsonResponse, add_ignored_fields, format_event, read_body, respond
 from ..state import ServingState, get_serving_state
-from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, Update
+from ..streams import ChoiceFinish, CompleteText, PromptProgress, TextUpdate, TokenDecoder, Update
 from .chat import PreparedChat, prepare_chat
+from .logprobs import describe_logprobs
 
 UNUSED_FIELDS = ("return_progress", "timings_per_token")
 """Fields of other streams that have no effect here."""
@@ -68,12 +70,20 @@ class ResponseFormatter:
         self._text: list[str] | None = None
         """The pieces of the text or of the arguments of the growing item."""
         self._finish: ChoiceFinish | None = None
+        self._waiting_tokens: list[TokenEvent] = []
+        """Tokens of text that the parser holds."""
+        self._logprobs: list[Objects] = []
+        """The logprobs of the message that grows."""
 
     def build_response(self, results: Sequence[CompleteText]) -> dict[str, object]:
         """Build the JSON object of a complete response."""
-        ((text, _, self._finish),) = results
-        for delta in [*self._parser.feed(text), *self._parser.finish()]:
-            self._apply(delta)
+        ((text, tokens, self._finish),) = results
+        if self._body.has_logprobs:
+            for new_text, part in split_text_by_tokens(self._state, tokens, text):
+                self._apply_all(self._parser.feed(new_text), part)
+        else:
+            self._apply_all(self._parser.feed(text))
+        self._apply_all(self._parser.finish())
         self._end_item()
         return self._describe_response()
 
@@ -90,8 +100,7 @@ class ResponseFormatter:
             if isinstance(update, PromptProgress):
                 continue
             deltas = self._parser.feed(update.text) if isinstance(update, TextUpdate) else self._parser.finish()
-            for delta in deltas:
-                events += self._apply(delta)
+            events += self._apply_all(deltas, update.tokens if isinstance(update, TextUpdate) else ())
             if isinstance(update, ChoiceFinish):
                 self._finish = update
         return b"".join(events)
@@ -114,7 +123,32 @@ class ResponseFormatter:
 
     # ------------------------------------------------------------------------------------------------------------ items
 
-    def _apply(self, delta: Delta) -> list[bytes]:
+    def _apply_all(self, deltas: Iterable[Delta], tokens: Sequence[TokenEvent] = ()) -> list[bytes]:
+        """Add the deltas of new tokens to the output items, and return the events for the client.
+
+        A delta of a message gets its tokens, also the tokens that the parser has held. Tokens before them, such as
+        marks of thoughts, belong to no message.
+        """
+        if self._body.has_logprobs:
+            self._waiting_tokens += tokens
+        events: list[bytes] = []
+        for delta in deltas:
+            logprobs: list[Objects] = []
+            if delta.kind == "content" and self._body.has_logprobs:
+                logprobs = describe_logprobs(self._state.service.tokenizer, self._take_tokens_of(delta.text))
+            events += self._apply(delta, logprobs)
+        return events
+
+    def _take_tokens_of(self, text: str) -> list[TokenEvent]:
+        """Take the waiting tokens at the end of `text`, and drop all earlier ones."""
+        count, size, left = 0, len(text.encode()), self._waiting_tokens
+        while size > 0 and count < len(left):
+            count += 1
+            size -= len(self._state.service.tokenizer.token_bytes(left[-count].token))
+        self._waiting_tokens = []
+        return left[len(left) - count :]
+
+    def _apply(self, delta: Delta, logprobs: list[Objects]) -> list[bytes]:
         """Add a delta to the output item that grows, or begin a new item, and return the events for the client."""
         kind = ITEM_KINDS["call" if delta.kind == "arguments" else delta.kind]
         events: list[bytes] = []
@@ -126,7 +160,8 @@ class ResponseFormatter:
         self._text.append(delta.text)
         if kind == "function_call":
             return [*events, self._format_item_event("response.function_call_arguments.delta", delta=delta.text)]
-        extra: Objects = {"logprobs": []} if kind == "message" else {}
+        self._logprobs += logprobs
+        extra: Objects = {"logprobs": logprobs} if kind == "message" else {}
         name = f"{TEXT_EVENTS[kind]}.delta"
         return [*events, self._format_item_event(name, content_index=0, delta=delta.text, **extra)]
 
@@ -142,7 +177,7 @@ class ResponseFormatter:
         self._text = []
         events = [self._format("response.output_item.added", output_index=len(self._items) - 1, item=item)]
         if kind != "function_call":
-            part = _make_part(kind, "")
+            part = _make_part(kind, "", [])
             events.append(self._format_item_event("response.content_part.added", content_index=0, part=part))
         return events
 
@@ -151,7 +186,7 @@ class ResponseFormatter:
         if self._text is None:
             return []
         item, text = self._items[-1], "".join(self._text)
-        self._text = None
+        logprobs, self._text, self._logprobs = self._logprobs, None, []
         kind = str(item["type"])
         is_truncated = self._finish is not None and self._finish.reason == "length"
         item["status"] = "incomplete" if is_truncated else "completed"
@@ -160,9 +195,9 @@ class ResponseFormatter:
             name = "response.function_call_arguments.done"
             events = [self._format_item_event(name, name=item["name"], arguments=text)]
         else:
-            part = _make_part(kind, text)
+            part = _make_part(kind, text, logprobs)
             item["content"] = [part]
-            extra: Objects = {"logprobs": []} if kind == "message" else {}
+            extra: Objects = {"logprobs": logprobs} if kind == "message" else {}
             events = [
                 self._format_item_event(f"{TEXT_EVENTS[kind]}.done", content_index=0, text=text, **extra),
                 self._format_item_event("response.content_part.done", content_index=0, part=part),
@@ -226,11 +261,32 @@ class ResponseFormatter:
         }
 
 
-def _make_part(kind: str, text: str) -> Objects:
+def split_text_by_tokens(
+    state: ServingState, tokens: Sequence[TokenEvent], text: str
+) -> Iterator[tuple[str, tuple[TokenEvent, ...]]]:
+    """Yield the parts of a complete text with their tokens, as a stream has them.
+
+    The last part may have no token, after a part of a character. A stop string may have cut the last token.
+    """
+    decoder = TokenDecoder(state.service.tokenizer, state.visible_tokens)
+    waiting: list[TokenEvent] = []
+    position = 0
+    for token in tokens:
+        waiting.append(token)
+        new_text = text[position : position + len(decoder.feed(token.token))]
+        if new_text:
+            position += len(new_text)
+            yield new_text, tuple(waiting)
+            waiting.clear()
+    if position < len(text) or waiting:
+        yield text[position:], tuple(waiting)
+
+
+def _make_part(kind: str, text: str, logprobs: list[Objects]) -> Objects:
     """Make the content part of a message or a thought."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _list_parts(item: Mapping[str, object]) -> list[Objects]:

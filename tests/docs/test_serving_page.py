@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 
 from hocket.cli import main
@@ -25,13 +27,21 @@ EXAMPLES = ROOT / "examples" / "serving"
 ADDRESS = "http://localhost:8080"
 """The address on the page; a test replaces it by its own."""
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+PATH_NAMES = re.compile(r"\{([\w:]+)\}")
 BLOCKS = [(language, textwrap.dedent(text)) for _, language, text in FENCE.findall(PAGE)]
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the slot files and of the log of the server."""
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def address(server_folder: Path) -> Iterator[str]:
     """The address of a server with the chat template of the examples."""
     flags = ["--port", "0", "--devices", "cpu", "-t", "1", "--chat-template", str(EXAMPLES / "story.jinja")]
+    flags += ["--slot-save-path", str(server_folder), "--log-requests", str(server_folder / "day.log")]
     command = [sys.executable, "-m", "hocket", "serve", TINY, *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -58,7 +68,7 @@ def test_the_python_blocks_print_what_stands_below_them(address: str) -> None:
 
 def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> None:
     commands = [(i, text) for i, (language, text) in enumerate(BLOCKS) if language == "sh" and text[:4] == "curl"]
-    assert len(commands) == 2
+    assert len(commands) == 5
     for i, command in commands:
         run = subprocess.run(
             command.replace(ADDRESS, address),
@@ -73,13 +83,19 @@ def test_the_requests_get_the_answers_that_stand_below_them(address: str) -> Non
         assert contains(json.loads(run.stdout), json.loads(expected)), run.stdout
 
 
-def test_the_commands_print_the_lines_below_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    monkeypatch.chdir(ROOT)
-    (block,) = [text for language, text in BLOCKS if language == "console"]
-    command, *lines = block.splitlines()
-    assert main(command.removeprefix("$ hocket ").split()) == 0
-    printed = {without_numbers(line) for line in capsys.readouterr().out.splitlines()}
-    assert {without_numbers(line) for line in lines} <= printed
+def test_the_commands_print_the_lines_below_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch, address: str, server_folder: Path
+) -> None:
+    """The second command reads the log of the server, which still runs."""
+    blocks = [text for language, text in BLOCKS if language == "console"]
+    assert len(blocks) == 2
+    httpx.post(f"{address}/completion", json={"prompt": "a", "n_predict": 2}, timeout=WAIT_SECONDS)
+    for block, place in zip(blocks, (ROOT, server_folder), strict=True):
+        monkeypatch.chdir(place)
+        command, *lines = block.splitlines()
+        assert main(command.removeprefix("$ hocket ").split()) == 0
+        printed = {without_numbers(line) for line in capsys.readouterr().out.splitlines()}
+        assert {without_numbers(line) for line in lines} <= printed
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -102,7 +118,8 @@ def test_every_endpoint_answers_curl_and_is_on_the_page(address: str) -> None:
 def test_the_page_has_all_paths_and_no_other() -> None:
     from hocket.server.app import build_routes
 
-    routes = {route.path.replace("{name:path}", "NAME") for route in build_routes()}
+    names = {"name:path": "NAME", "id": "ID", "slot": "N"}
+    routes = {PATH_NAMES.sub(lambda match: names[match[1]], route.path) for route in build_routes()}
     section = PAGE[PAGE.index("## Endpoints") : PAGE.index("## Fields")]
     table = {path for line in section.splitlines() if line[:1] == "|" for path in re.findall(r"(/[\w/-]*)`", line)}
     assert table <= routes

@@ -73,9 +73,8 @@ def test_generations_that_overlap_do_not_disturb_each_other(model):
         assert list(texts) == alone
 
 
-def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(model, monkeypatch):
-    ids = model.tokenize("It is a truth that")
-    whole = "".join(model.generate(ids, max_tokens=4, temperature=0))
+def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(monkeypatch):
+    """The states of the recurrent layers are saved at multiples of 16 tokens."""
     read = []
     evaluate = Session.evaluate
 
@@ -83,10 +82,15 @@ def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(model, monk
         read.append(sum(map(len, tokens)))
         return evaluate(session, tokens, **options)
 
-    list(model.generate(ids[:3], max_tokens=1))
-    monkeypatch.setattr(Session, "evaluate", evaluate_and_count)
-    assert "".join(model.generate(ids, max_tokens=4, temperature=0)) == whole
-    assert read[0] == len(ids) - 3
+    with hocket.Model(context=128, threads=1) as model:
+        ids = model.tokenize("It is a truth that " * 8)
+        assert len(ids) > 40
+        whole = "".join(model.generate(ids, max_tokens=4, temperature=0))
+    with hocket.Model(context=128, threads=1) as model:
+        list(model.generate(ids[:35], max_tokens=1))
+        monkeypatch.setattr(Session, "evaluate", evaluate_and_count)
+        assert "".join(model.generate(ids, max_tokens=4, temperature=0)) == whole
+    assert sum(read) == len(ids) - 32 + 3
 
 
 def test_stop_strings_end_the_text_before_them(model):
@@ -173,6 +177,13 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
         (lambda m: m.chat("hi"), "no chat template"),
         (lambda m: m.embed(["a", ""]), "text 2 of 2 has no tokens"),
         (lambda m: m.embed(["a", "it is " * 99]), r"text 2 of 2 has \d+ tokens, but the context holds 128"),
+        (lambda m: m.pool_texts(3, np.mean), r"Model.pool_texts: ids is 3; it must be a sequence of sequences"),
+        (lambda m: m.pool_texts(["it"], np.mean), "ids is"),
+        (lambda m: m.pool_texts([["it"]], np.mean), "tokens of sequence 0"),
+        (lambda m: m.pool_texts([[1]], 3), "Model.pool_texts: pool is 3; it must be a function"),
+        (lambda m: m.pool_texts([[1]]), "Model.pool_texts: missing a required argument: 'pool'"),
+        (lambda m: m.pool_texts([[1], [1, 2]], lambda rows: rows), "pool must give NumPy arrays of one shape"),
+        (lambda m: m.pool_texts([[1], [1, 2]], lambda rows: None), "pool must give NumPy arrays of one shape"),
         (lambda m: m.load(3), "path is 3"),
         (lambda m: hocket.Model(3), "path is 3"),
         (lambda m: hocket.Model(devices=3), "devices is 3"),

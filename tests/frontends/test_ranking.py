@@ -15,7 +15,7 @@ from hocket.frontends.ranking import RANK_TEMPLATE_KEY, RankHead, encode_rank_te
 
 from ..given.fakes.fake_service import build_metadata
 from ..given.models.architectures import add_key, write_file
-from ..given.models.cross_encoder import CROSS_ENCODER_KEYS, write_cross_encoder
+from ..given.models.cross_encoder import CROSS_ENCODER_KEYS, write_cross_encoder, write_modern_ranker
 from ..given.models.goldens import golden, path_of
 from ..given.models.rewritten import write_fixture
 
@@ -30,6 +30,23 @@ def test_a_cross_encoder_scores_as_transformers_does(tmp_path: Path) -> None:
         scores = model.pool_texts(texts, read_rank_head(source.gguf, source.architecture).score)
         with pytest.raises(hocket.ModelError, match=r"4 \(rank\): it scores pairs of texts"):
             model.embed([[1, 2]])
+    with torch.no_grad():
+        want = [oracle(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
+    assert np.abs(np.subtract(scores, want)).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_modern_bert_scores_as_transformers_does(tmp_path: Path, pooling: str) -> None:
+    """Its head has a GELU and a norm, and reads the mean of all rows or the first one."""
+    oracle = write_modern_ranker(tmp_path / "model.gguf", pooling)
+    import torch
+
+    texts = [[1, 5, 9, 2, 33, 2], [1, 5, 9, 2, 70, 71, 72, 2], [1, 60, 2]]
+    with hocket.Model(tmp_path / "model.gguf", exact=True) as model:
+        source = model.session.model
+        head = read_rank_head(source.gguf, source.architecture)
+        scores = model.pool_texts(texts, head.score)
+    assert (head.pools_mean, head.norm is None) == (pooling == "mean", False)
     with torch.no_grad():
         want = [oracle(input_ids=torch.tensor([text])).logits[0].numpy() for text in texts]
     assert np.abs(np.subtract(scores, want)).max() <= 1e-5 * np.abs(want).max()
@@ -62,7 +79,10 @@ def test_a_head_without_last_layer_gives_the_first_number() -> None:
     assert RankHead(dense, None, False).score(rows) == pytest.approx([np.tanh(1.5)])
 
 
-@pytest.mark.parametrize(("name", "shape"), [("cls.weight", (4, 5)), ("cls.bias", (3,)), ("cls.output.weight", (1, 9))])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("cls.weight", (4, 5)), ("cls.bias", (3,)), ("cls.output.weight", (1, 9)), ("cls.norm.weight", (5,))],
+)
 def test_a_head_of_wrong_shape_is_named(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     width = 8
     writer = GGUFWriter(None, "bert")

@@ -165,6 +165,26 @@ def test_a_format_constrains_the_text(client: openai.OpenAI, server: RunningServ
     assert text.startswith("{")
 
 
+@pytest.mark.parametrize("answer", ["the answer 😀", "<think>\nhm hm\n</think>\n\nthe stop é"])
+def test_logprobs_are_those_of_the_message(client: openai.OpenAI, server: RunningServer, answer: str) -> None:
+    """Tokens of thoughts and of marks have none; the bytes of all tokens together are the text."""
+    server.service.answer = answer
+    options: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0}
+    whole = create(client, **options)
+    (part,) = whole.output[-1].content
+    assert b"".join(bytes(each.bytes) for each in part.logprobs) == part.text.encode()
+    assert {len(each.top_logprobs) for each in part.logprobs} == {2}
+    assert {each.logprob for each in part.logprobs} == {-0.25}
+    events = list(create(client, stream=True, **options))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [each for event in deltas for each in event.logprobs]
+    assert [each.token for each in streamed] == [each.token for each in part.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [each.token for each in done.logprobs] == [each.token for each in part.logprobs]
+    assert events[-1].response.output[-1].content[0].logprobs == part.logprobs
+    assert create(client).output[-1].content[0].logprobs == []
+
+
 def test_a_failure_ends_the_stream_with_an_event(client: openai.OpenAI, server: RunningServer) -> None:
     server.service.fails_after = 2
     try:
@@ -188,7 +208,8 @@ def test_a_failure_ends_the_stream_with_an_event(client: openai.OpenAI, server: 
         ({"store": True}, "store", "store is not supported"),
         ({"background": True}, "background", "background is not supported"),
         ({"truncation": "auto"}, "truncation", "truncation is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "use /v1/chat/completions"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs message.output_text.logprobs in include"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs", "Expected `int` <= 20"),
         ({"input": []}, "input", "length"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input", "input has no message"),
         ({"input": [{"type": "computer_call"}]}, "input", "an item of type 'computer_call' is not supported"),

@@ -113,8 +113,8 @@ def test_unsupported_samplers_are_accepted_at_their_neutral_values() -> None:
 
 
 def test_fields_without_influence_are_named() -> None:
-    body, ignored = decode_chat(user="me", metadata={"a": "b"}, mirostat_tau=5.0, id_slot=1, temperature=None)
-    assert ignored == ("id_slot", "metadata", "mirostat_tau", "user")
+    body, ignored = decode_chat(user="me", metadata={"a": "b"}, mirostat_tau=5.0, n_cache_reuse=1, temperature=None)
+    assert ignored == ("metadata", "mirostat_tau", "n_cache_reuse", "user")
     assert body.temperature is None
 
 

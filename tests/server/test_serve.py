@@ -1,24 +1,17 @@
-"""The flags of ``hocket serve``, and its engine at the end of a failure."""
+"""The flags of ``hocket serve``, and its sockets."""
 
 from __future__ import annotations
 
 import argparse
 import socket
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hocket import Model
 from hocket.frontends.commands import serve as command
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.generate import GenerationParams
-from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.serving.engine import Engine
-from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
-from hocket.frontends.serving.thread import EngineOptions, EngineThread
 from hocket.server import lifecycle
 from hocket.server.lifecycle import DrainingServer
 from hocket.server.options import ServerOptions
@@ -46,36 +39,11 @@ def test_flags_become_options_of_the_server(tmp_path: Path) -> None:
     assert (default.has_metrics, default.has_slots, default.shows_prompts) == (True, True, False)
 
 
-def test_an_engine_that_fails_tells_its_requests_and_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    failures: list[str] = []
-    events: list[Event] = []
-    has_ended = threading.Event()
-
-    def fail(engine: Engine) -> list[Event]:
-        if engine.has_work:
-            raise RuntimeError("planted\nfailure")
-        return []
-
-    def receive(event: Event) -> None:
-        events.append(event)
-        has_ended.set()
-
-    monkeypatch.setattr(Engine, "step", fail)
-    with Model(None, context=64, batch=16) as model:
-        service = EngineThread(model, EngineOptions(1, 1), name="m", version="0", on_failure=failures.append)
-        try:
-            request = GenerationRequest("a", (1, 2), GenerationParams(4, Sampling(), 1, frozenset()))
-            service.submit(request, receive)
-            assert has_ended.wait(120)
-        finally:
-            service.close(0)
-        assert [(event.reason, event.message) for event in events if isinstance(event, EndEvent)] == [
-            ("error", "RuntimeError: planted failure")
-        ]
-        assert failures == ["RuntimeError: planted failure"]
-        assert isinstance(service.error, RuntimeError)
-        with pytest.raises(ModelError, match="the engine has ended: RuntimeError: planted failure"):
-            service.submit(request, receive)
+def test_flags_of_files_are_checked_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--slot-save-path: '.*none' is no folder; create it"):
+        read_options("--slot-save-path", str(tmp_path / "none"))
+    assert read_options("--slot-save-path", str(tmp_path)).slot_save_path == str(tmp_path)
+    assert not read_options().slot_save_path
 
 
 def test_the_port_is_bound_once_and_before_the_model_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from ....graph.lazy_dataclass import dataclass
 from ....graph.old_names import make_module_getattr
 from ....graph.storage.disk_cache import cache_folder, hash_key, read_cached, write_cached
 from ...call_once import call_once
-from ...compile_log import MISSING_KERNELS_MESSAGE, log, log_compilation, with_progress_bar
+from ...compile_log import log_compilation, log_missing_kernels
 from .. import target_cpu
 from ..simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN_PREFIX, NOTHING, Intrinsic, llvm_type
 from . import object_loader
@@ -111,9 +111,9 @@ def compile_missing_kernels(kernels: Iterable[Kernel]) -> None:
     """Compile the kernels that are not cached, after logging how many there are."""
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _load_kernel and not _is_cached(k)]
     if missing:
-        log.info(MISSING_KERNELS_MESSAGE, len(missing))
-    for definition in with_progress_bar(missing):
-        _load_kernel(definition)
+        with log_missing_kernels(len(missing)):
+            for definition in missing:
+                _load_kernel(definition)
 
 
 def find_cached_kernel_addresses(names: Sequence[str]) -> Mapping[str, int] | None:

@@ -256,17 +256,6 @@ def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_pa
     assert not other.getvalue()
 
 
-@pytest.mark.parametrize(("seconds", "is_visible"), [(0.0, True), (60.0, False)])
-def test_a_python_program_shows_a_bar_when_kernels_take_long(seconds, is_visible, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("hocket.backends.compile_log.PROGRESS_DELAY_SECONDS", seconds)
-    for stream, words in ((Terminal(), is_visible), (io.StringIO(), False)):
-        monkeypatch.setattr("sys.stderr", stream)
-        names = [f"test.bar.{seconds}.{words}.{i}" for i in range(2)]
-        compiler.compile_missing_kernels(compiler.Kernel(name, lambda a, thread, threads: threads) for name in names)
-        assert ("compile kernels, first use only" in stream.getvalue()) == words
-
-
 def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))

@@ -22,7 +22,7 @@ TEXT = "It is a truth which I am not at all in love"
         ("run a b c", "hocket run: there is no place for the argument 'b'"),
         ("--vrsion", "hocket: there is no flag '--vrsion'; did you mean --version"),
         ("run --zzz", "hocket run: there is no flag '--zzz'; see hocket run --help"),
-        ("sing", "hocket: there is no command 'sing'; commands: run, serve, logits, "),
+        ("sing", "hocket: there is no command 'sing'; commands: run, serve, replay, "),
         ("run -n -5", "argument -n/--predict/--n-predict: got '-5'; need an integer of at least -1"),
         ("run --top-k 1.5", "argument --top-k: got '1.5'; need an integer of at least -1"),
         ("run --temp hot", "argument --temp/--temperature: got 'hot'; need a number"),

@@ -117,3 +117,21 @@ def test_a_new_saved_state_is_for_its_owner_alone(tmp_path: Path) -> None:
     """It holds a conversation."""
     assert run_writer("state.npz", tmp_path / "state.npz") == 0
     assert stat.S_IMODE((tmp_path / "state.npz").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("flag", "start"), [("--json", "{"), ("--junit", "<"), ("--markdown", "#"), ("--html", "<!")])
+def test_a_report_at_the_path_of_stdout_is_printed_alone(
+    flag: str, start: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = ("--markdown" if flag == "--json" else "--json", "other")
+    assert main([*CHECK_COMMAND, flag, "-", *other]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(start)
+    assert "neg" in printed
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_only_one_report_is_printed(capsys: Capture) -> None:
+    assert main([*CHECK_COMMAND, "--json", "-", "--junit", "-"]) == 2
+    assert "--json and --junit are both -; give a file to one of them" in capsys.readouterr().err

@@ -297,5 +297,5 @@ def test_texts_of_a_batch_are_what_each_would_be_alone():
     options = {"max_tokens": 6, "temperature": 0}
     with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:
         texts = model.generate_batch(prompts, **options)
-        assert any(isinstance(lease.session, MicroBatchedSession) for lease in model._idle)
+        assert any(isinstance(lease.session, MicroBatchedSession) for lease in model._idle_sessions.leases)
         assert texts == ["".join(model.generate(prompt, **options)) for prompt in prompts]

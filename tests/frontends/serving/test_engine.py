@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -10,8 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.generate import GenerationParams
-from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
 from hocket.frontends.serving.requests import (
@@ -23,40 +22,8 @@ from hocket.frontends.serving.requests import (
     TokenEvent,
 )
 
-from ...given.serving.fake_pool import END_TOKEN, VOCABULARY, FakePool, generate_alone
-
-BASE = tuple(range(1, 31))
-"""A text that prompts of tests share."""
-MAX_STEPS = 2000
-
-
-def make_request(name, prompt, limit=4, seed=0, **options):
-    params = GenerationParams(limit, Sampling(temperature=0.8), seed, frozenset([END_TOKEN]))
-    return GenerationRequest(name, tuple(prompt), params, **options)
-
-
-def make_engine(pool, queue_size=8, state_bytes=100):
-    cache = PrefixCache(pool, state_bytes=state_bytes)
-    return Engine(pool, cache, queue_size=queue_size, max_gap_seconds=1e9, clock=lambda: pool.now)
-
-
-def run_all(engine):
-    """Run an engine until nothing is left, and return its events."""
-    events = []
-    for _ in range(MAX_STEPS):
-        if not engine.has_work:
-            return events
-        events += engine.step()
-    raise AssertionError(f"requests are left after {MAX_STEPS} steps: {engine.status}")
-
-
-def tokens_of(events, name):
-    return [event.token for event in events if isinstance(event, TokenEvent) and event.request == name]
-
-
-def end_of(events, name):
-    (end,) = (event for event in events if isinstance(event, EndEvent) and event.request == name)
-    return end
+from ...given.serving.engine_runs import BASE, end_of, make_engine, make_request, run_all, tokens_of
+from ...given.serving.fake_pool import VOCABULARY, FakePool, generate_alone
 
 
 @pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
@@ -134,6 +101,67 @@ def test_equal_prompts_that_come_together_are_read_once():
         [end_of(run_all(engine), "0")] if False else [event for event in run_all(engine) if isinstance(event, EndEvent)]
     )
     assert sorted(end.timing.cached_tokens for end in ends) == [0, 99, 99, 99]
+
+
+@pytest.mark.parametrize("recurrent", [False, True], ids=["attention", "recurrent"])
+def test_slots_that_are_added_while_requests_run_change_no_text(recurrent):
+    pool = FakePool(1, recurrent=recurrent)
+    cache = PrefixCache(pool, state_bytes=100)
+    engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now)
+    requests = [make_request(str(i), BASE[: 5 + 4 * i], limit=6, seed=i) for i in range(4)]
+    events = []
+    for number, request in enumerate(requests):
+        engine.submit(request)
+        if number:
+            cache.add_slots(number + 1)
+        events += [event for _ in range(3) for event in engine.step()]
+    events += run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+    assert max(map(len, pool.decoded)) >= 3
+
+
+def test_blocks_of_a_limited_window_take_turns():
+    pool = FakePool(8)
+    cache = PrefixCache(pool, state_bytes=100)
+    engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now, max_window=2)
+    requests = [make_request(str(i), BASE[: 5 + i], limit=6, seed=i) for i in range(5)]
+    for request in requests:
+        engine.submit(request)
+    events = run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+    blocks = [{slot // 2 for slot in slots} for slots in pool.decoded]
+    assert set(map(len, blocks)) == {1}
+    joined = [block for (block,) in blocks]
+    assert set(joined) == {0, 1, 2}
+    assert sum(one != other for one, other in pairwise(joined)) > 3  # without turns, a block runs until it ends
+
+
+def test_a_paused_request_decodes_no_token():
+    pool = FakePool(2)
+    engine = make_engine(pool)
+    requests = [make_request(name, BASE[:9], limit=8, seed=seed) for seed, name in enumerate("ab")]
+    for request in requests:
+        engine.submit(request)
+    events = [event for _ in range(5) for event in engine.step()]
+    before = len(tokens_of(events, "a"))
+    events += [event for _ in range(3) for event in engine.step(paused={"a"})]
+    assert len(tokens_of(events, "a")) == before
+    events += run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
+def test_a_context_that_is_filled_gives_one_more_token():
+    pool, ends = FakePool(1, context=16), {}
+    for fills in (False, True):
+        cache = PrefixCache(pool, state_bytes=100)
+        engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1e9, clock=lambda: pool.now, fills_context=fills)
+        request = make_request("a", BASE[:9], limit=-1)
+        engine.submit(replace(request, params=replace(request.params, end_tokens=frozenset())))
+        ends[fills] = end_of(run_all(engine), "a").timing.new_tokens
+    assert ends == {False: 7, True: 8}
 
 
 def test_sums_count_cached_tokens_as_prompt_tokens():
@@ -266,7 +294,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.engine.submit(request)
         except (ModelError, QueueFullError):
-            assert not prompt or self.engine.status.queued == 4
+            assert not prompt or self.engine.status.queued >= 4  # a restart queues running requests again
             return
         self.requests[request.id], self.count = request, self.count + 1
 
@@ -285,6 +313,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.pool.failing = {data.draw(st.integers(0, self.pool.slots - 1))}
         self.events += self.engine.step()
         self.pool.failing = set()
+
+    @rule(operations=st.frozensets(st.sampled_from(["read", "decode"])), breaks_all=st.booleans())
+    def step_that_breaks_the_engine(self, operations, breaks_all):
+        self.pool.breaks = operations
+        try:
+            self.events += self.engine.step()
+        except RuntimeError:
+            in_step = self.engine.requests_in_step
+            running = [name for name in self.engine.status.slot_requests if name]
+            self.events += self.engine.restart(running if breaks_all else in_step, "broken")
+        self.pool.breaks = frozenset()
 
     @invariant()
     def no_more_requests_than_slots_run(self):

@@ -13,7 +13,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.generate import GenerationParams
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.inference.prefill_chunks import F32
-from hocket.frontends.inference.session import DeviceGroup, Session
+from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.engine import Engine
 from hocket.frontends.serving.prefix_cache import PrefixCache
@@ -22,29 +22,18 @@ from hocket.frontends.serving.slots import SlotPool, choose_slot_window
 from hocket.frontends.terminal.arguments import use_flag_names
 
 from ...given.models.goldens import path_of
+from ...given.serving.engine_runs import BATCH, CONTEXT, PROMPT_TOKENS, make_pool, prompt_of
 
 FIXTURE_MODELS = ("llama", "qwen35", "gemma3")
 """Attention, a hybrid with recurrent states, and ring caches."""
-SLOTS, CONTEXT, BATCH = 4, 256, 64
-PROMPT_TOKENS, NEW_TOKENS = 96, 4
+NEW_TOKENS = 4
 CHUNK_SIZES = (16, 32, 48, 64)
-
-
-def make_pool(name: str, slots: int = SLOTS, devices: str = "cpu:0", split_mode: str = "layer") -> SlotPool:
-    group = DeviceGroup(devices=tuple(devices.split(",")), split_mode=split_mode, threads=1)
-    return SlotPool(Session(open_model(path_of(name)), on=group), slots, context=CONTEXT, batch=BATCH)
 
 
 @cache
 def shared_pool(name: str) -> SlotPool:
     """The pool of the tests of one model; each test reads its prompts anew."""
     return make_pool(name)
-
-
-@cache
-def prompt_of(name: str, seed: int = 0) -> tuple[int, ...]:
-    vocabulary = shared_pool(name).all_slots_session.model.vocabulary_size
-    return tuple(np.random.default_rng(seed).integers(3, vocabulary, PROMPT_TOKENS).tolist())
 
 
 def read(pool: SlotPool, slot: int, prompt: tuple[int, ...], size: int = BATCH, start: int = 0) -> F32:

@@ -39,7 +39,8 @@ class FakePool:
     """Cells hold tokens. A recurrent pool also has the tokens that its state has seen, in order.
 
     A run costs a virtual second per row. The first chunk of a size in `unplanned` costs 50 more, for its plan. The
-    slots in `failing` raise `BackendError`, and their run changes nothing.
+    slots in `failing` raise `BackendError`, and their run changes nothing. Operations in `breaks`, ``read`` and
+    ``decode``, raise `RuntimeError`, after they have written nonsense.
     """
 
     def __init__(self, slots, *, context=64, batch=16, recurrent=False):
@@ -48,12 +49,13 @@ class FakePool:
         self.cells = [[] for _ in range(slots)]
         self.states = [()] * slots
         self.failing, self.now = set(), 0.0
+        self.breaks, self.rebuilds = frozenset(), 0
         self.unplanned, self.planning_seconds = set(), 0.0
         self.reads, self.decoded = [], []
         """Slot and tokens of each prompt chunk; the slots of each decode step."""
 
     def read_prompt(self, slot, tokens, before):
-        self._require_alive([slot])
+        self._require_alive([slot], "read")
         assert 0 < len(tokens) <= self.batch
         self.now += len(tokens)
         if len(tokens) in self.unplanned:
@@ -64,12 +66,15 @@ class FakePool:
         return self._append(slot, tokens, before)
 
     def decode(self, tokens, before):
-        self._require_alive(tokens)
+        self._require_alive(tokens, "decode")
         self.now += len(tokens)
         self.decoded.append([*tokens])
         return {slot: self._append(slot, [token], before[slot]) for slot, token in tokens.items()}
 
-    def _require_alive(self, slots):
+    def _require_alive(self, slots, operation):
+        if operation in self.breaks:
+            self.cells, self.states = [[-1] for _ in self.cells], [(-1,)] * self.slots
+            raise RuntimeError("the pool is broken")
         if self.failing & set(slots):
             raise BackendError("device fake:0 failed")
 
@@ -87,6 +92,10 @@ class FakePool:
     def wipe(self, slot):
         self.cells[slot], self.states[slot] = [], ()
 
+    def rebuild(self):
+        self.cells, self.states = [[] for _ in self.cells], [()] * self.slots
+        self.rebuilds += 1
+
     def clear_recurrent_states(self, slot):
         self.states[slot] = ()
 
@@ -101,3 +110,11 @@ class FakePool:
 
     def compute_recurrent_state_bytes(self):
         return 1
+
+    def add_slots(self, slots, lengths):
+        """Move to new memory, which has only the cells that are in use."""
+        added = slots - self.slots
+        self.cells = [cells[:length] for cells, length in zip(self.cells, lengths, strict=True)]
+        self.cells += [[] for _ in range(added)]
+        self.states += [()] * added
+        self.slots = slots

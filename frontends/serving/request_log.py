@@ -1,0 +1,287 @@
+"""The log of a serving engine: its orders, its clock and its results, from which `replay` repeats every step.
+
+The engine is a state machine: its orders and the times that it reads determine all that it does. The log is a file of
+JSON lines. A header begins each run of a server. Every other line is an order or a step, with the times that the
+engine has read for it. A step also has its events, and a checksum of the logits of each slot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..errors import ModelError
+from ..generation.generate import GenerationParams
+from ..generation.grammar import Grammar
+from ..generation.lazy_grammar import LazyGrammar
+from ..generation.sampling import Sampling
+from ..gguf.tokenization.tokenizer import Tokenizer
+from ..inference.prefill_chunks import F32
+from .engine import Engine
+from .prefix_cache import PrefixCache
+from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, TokenEvent
+from .step_runner import StepRunner
+
+LOG_FORMAT = "hocket-log-1"
+
+
+class Tape:
+    """The times that an engine reads, and the checksums of its logits, between two lines of a log.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+        self._checksums: list[str] = []
+
+    def read_clock(self) -> float:
+        """Return the present time."""
+        return self.pass_seconds(self._clock)
+
+    def pass_seconds(self, measure: Callable[[], float]) -> float:
+        """Return a measured or predicted number of seconds."""
+        self._times.append(measure())
+        return self._times[-1]
+
+    def add_logits(self, slot: int, logits: F32) -> None:
+        """Add the checksum of the logits of a slot."""
+        self._checksums.append(f"{slot}:{compute_checksum(logits)}")
+
+    def take(self) -> dict[str, object]:
+        """Return the fields of the next line, and begin anew."""
+        fields: dict[str, object] = {"times": self._times}
+        if self._checksums:
+            fields["logits"] = self._checksums
+        self._times, self._checksums = [], []
+        return fields
+
+
+def compute_checksum(logits: F32) -> str:
+    """Compute a checksum of the bits of logits f32[n]: the sum and the exclusive or of their words, as hexadecimals."""
+    words = np.ascontiguousarray(logits, np.float32).view(np.uint32)
+    return f"{int(words.sum(dtype=np.uint64)) & 0xFFFFFFFF:08x}{int(np.bitwise_xor.reduce(words)):08x}"
+
+
+class TapedPool:
+    """A slot pool that passes its predictions and logits to a tape; see `StepRunner` for the methods."""
+
+    def __init__(self, pool: StepRunner, tape: Tape) -> None:
+        self._pool, self._tape = pool, tape
+        self.slots, self.context, self.batch = pool.slots, pool.context, pool.batch
+
+    def read_prompt(self, slot: int, tokens: Sequence[int], before: Sequence[int]) -> F32:
+        """Read prompt tokens into a slot."""
+        logits = self._pool.read_prompt(slot, tokens, before)
+        self._tape.add_logits(slot, logits)
+        return logits
+
+    def decode(self, tokens: dict[int, int], before: dict[int, Sequence[int]]) -> dict[int, F32]:
+        """Append one token to each given slot."""
+        rows = self._pool.decode(tokens, before)
+        for slot, logits in rows.items():
+            self._tape.add_logits(slot, logits)
+        return rows
+
+    @property
+    def planning_seconds(self) -> float:
+        """The seconds of plans and kernels since the start."""
+        return self._tape.pass_seconds(lambda: self._pool.planning_seconds)
+
+    def predict_prompt_seconds(self, size: int) -> float:
+        """Return the predicted seconds of a prompt chunk of `size` tokens."""
+        return self._tape.pass_seconds(lambda: self._pool.predict_prompt_seconds(size))
+
+    def wipe(self, slot: int) -> None:
+        """Zero all states of a slot."""
+        self._pool.wipe(slot)
+
+    def rebuild(self) -> None:
+        """Bind all plans anew and zero all states."""
+        self._pool.rebuild()
+
+
+class RequestLog:
+    """Writes the lines of a log. After an error of the file, nothing more is written.
+
+    Args:
+        file: The file, from `open_log`.
+        on_error: Receives the reason when the file cannot be written.
+        model_options: The arguments of `Model`, as JSON values, with its file under ``model``.
+    """
+
+    def __init__(self, file: BinaryIO, on_error: Callable[[str], None], model_options: Mapping[str, object]) -> None:
+        self._file: BinaryIO | None = file
+        self._on_error, self.model_options = on_error, model_options
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append a record as one line."""
+        if self._file is None:
+            return
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            self.close()
+            self._on_error(error.strerror or type(error).__name__)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class LoggedEngine(Engine):
+    """An engine that writes a line for each of its orders and steps; see `Engine` for the other arguments.
+
+    Args:
+        log: Receives the lines.
+    """
+
+    def __init__(
+        self,
+        pool: StepRunner,
+        cache: PrefixCache,
+        *,
+        log: RequestLog,
+        queue_size: int,
+        max_gap_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._log, self._tape = log, Tape(clock)
+        self._was_idle = False
+        options: dict[str, Any] = {"queue_size": queue_size, "max_gap_seconds": max_gap_seconds}
+        super().__init__(TapedPool(pool, self._tape), cache, clock=self._tape.read_clock, **options)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Submit a request, and log it if it was accepted."""
+        super().submit(request)
+        self._log.write({"order": "submit", "request": describe_request(request), **self._tape.take()})
+
+    def cancel(self, request: str) -> list[Event]:
+        """Cancel a request, and log the order."""
+        events = super().cancel(request)
+        self._log.write({"order": "cancel", "id": request, **self._tape.take()})
+        return events
+
+    def restart(self, failed_requests: Collection[str], message: str) -> list[Event]:
+        """Build the engine anew, and log the order."""
+        events = super().restart(failed_requests, message)
+        fields = {"order": "restart", "failed": sorted(failed_requests), "message": message}
+        self._log.write({**fields, "events": describe_events(events), **self._tape.take()})
+        return events
+
+    def step(self, paused: Container[str] = ()) -> list[Event]:
+        """Run a step, and log it with its events; of several steps without work only the first is logged."""
+        has_work = self.has_work
+        try:
+            events = super().step(paused)
+        except Exception as error:
+            self._log.write({"failure": f"{type(error).__name__}: {error}", **self._tape.take()})
+            raise
+        if has_work or not self._was_idle:
+            self._log.write({"events": describe_events(events), **self._tape.take()})
+        self._was_idle = not has_work
+        return events
+
+    def log_restored_slot(self, slot: int, path: str, tokens: int) -> None:
+        """Log that a slot was restored from a file and has `tokens` tokens."""
+        self._log.write({"order": "restore", "slot": slot, "path": path, "tokens": tokens})
+
+    def log_erased_slot(self, slot: int) -> None:
+        """Log that a slot was erased."""
+        self._log.write({"order": "erase", "slot": slot})
+
+
+def describe_events(events: Sequence[Event]) -> list[list[object]]:
+    """Describe events as JSON, without logprobs and seconds."""
+    found: list[list[object]] = []
+    for event in events:
+        match event:
+            case TokenEvent():
+                found.append(["token", event.request, event.token])
+            case PromptProgressEvent():
+                found.append(["read", event.request, event.read_tokens])
+            case EndEvent():
+                found.append(["end", event.request, event.reason, event.message, event.timing.new_tokens])
+    return found
+
+
+def describe_request(request: GenerationRequest) -> dict[str, object]:
+    """Describe a request as JSON, from which `read_request` makes it again."""
+    params = request.params
+    return {
+        "id": request.id,
+        "prompt": list(request.prompt),
+        "limit": params.limit,
+        "sampling": {**asdict(params.sampling), "bias": _describe_bias(params.sampling)},
+        "seed": params.seed,
+        "end_tokens": sorted(params.end_tokens),
+        "grammar": _describe_grammar(params.grammar),
+        "token_count": params.token_count,
+        "top_logprobs": request.top_logprobs,
+        "uses_cache": request.uses_cache,
+        "slot": request.slot,
+    }
+
+
+def _describe_bias(sampling: Sampling) -> list[tuple[int, float | None]]:
+    """Describe the logit bias; None bans a token, because JSON has no infinity."""
+    return [(token, None if value == -np.inf else value) for token, value in sampling.bias]
+
+
+def _describe_grammar(grammar: Grammar | LazyGrammar | None) -> dict[str, object] | None:
+    if isinstance(grammar, Grammar):
+        return {"rules": grammar.rules}
+    if isinstance(grammar, LazyGrammar):
+        names = ("trigger", "open_thought", "close_thought", "begins_in_thought")
+        return {"rules": grammar.grammar.rules, **{name: getattr(grammar, name) for name in names}}
+    return None
+
+
+def read_request(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> GenerationRequest:
+    """Make a request from its description in a log.
+
+    Args:
+        record: The description.
+        tokenizer: The tokenizer of the model, for grammars.
+
+    Raises:
+        ModelError: A field is missing or has another type.
+    """
+    try:
+        sampling = Sampling(**{**record["sampling"], "bias": ()})
+        bias = tuple((token, -np.inf if value is None else value) for token, value in record["sampling"]["bias"])
+        params = GenerationParams(
+            record["limit"],
+            replace(sampling, bias=bias),
+            record["seed"],
+            frozenset(record["end_tokens"]),
+            _read_grammar(record["grammar"], tokenizer),
+            None,
+            record["token_count"],
+        )
+        top, uses_cache, slot = record["top_logprobs"], record["uses_cache"], record["slot"]
+        return GenerationRequest(record["id"], tuple(record["prompt"]), params, top, uses_cache, slot)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"a request of the log has wrong fields: {error!r:.80}; choose a log of this version"
+        ) from None
+
+
+def _read_grammar(record: Mapping[str, Any] | None, tokenizer: Tokenizer | None) -> Grammar | LazyGrammar | None:
+    if record is None:
+        return None
+    if tokenizer is None:
+        raise ModelError("the log has a grammar, but the model has no vocabulary; choose the model of the log")
+    grammar = Grammar.from_rules(tokenizer, record["rules"])
+    rest = {name: value for name, value in record.items() if name != "rules"}
+    return LazyGrammar(tokenizer, grammar, **rest) if rest else grammar

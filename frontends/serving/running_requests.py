@@ -1,0 +1,136 @@
+"""The requests inside an engine, which wait for a slot or have one."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...backends.cpu.top_k import find_top_k
+from ..generation.grammar import GrammarState
+from ..generation.lazy_grammar import LazyGrammarState
+from ..inference.prefill_chunks import F32
+from .requests import GenerationRequest, RequestTiming, TokenEvent
+
+
+@dataclass(slots=True)
+class QueuedRequest:
+    """A request that waits for a slot.
+
+    A request that has lost its slot by a restart of the engine waits again. The other fields say how far it was:
+
+    - `started`, `first_token`: the moments of its first start and of its first new token, if any.
+    - `sent_tokens`: the new tokens that its client has.
+    - `reported_tokens`: the prompt tokens that were reported as read.
+    """
+
+    request: GenerationRequest
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+    sent_tokens: tuple[int, ...] = ()
+    reported_tokens: int = -1
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A running request in a slot.
+
+    `tokens` are the tokens that the slot has; `next_token` is sampled, but not evaluated. `context_tokens` are the
+    prompt and the sampled tokens, for penalties and seeds. `repeated_tokens` are the tokens that its client has
+    already, which are taken in place of sampled ones after a restart of the engine.
+    """
+
+    request: GenerationRequest
+    slot: int
+    submitted: float
+    started: float
+    tokens: list[int]
+    cached_tokens: int
+    next_token: int | None = None
+    new_tokens: int = 0
+    first_token: float | None = None
+    grammar: GrammarState | LazyGrammarState | None = None
+    context_tokens: list[int] = field(default_factory=list)
+    repeated_tokens: deque[int] = field(default_factory=deque)
+    reported_tokens: int = -1
+
+    @property
+    def unread_tokens(self) -> int:
+        """Number of prompt tokens that the slot has not read yet."""
+        return max(0, len(self.request.prompt) - len(self.tokens))
+
+    def queue_again(self) -> QueuedRequest:
+        """Return this request as one that waits for a slot, and that keeps the tokens that its client has."""
+        sent = (*self.context_tokens[len(self.request.prompt) :], *self.repeated_tokens)
+        return QueuedRequest(self.request, self.submitted, self.started, self.first_token, sent, self.reported_tokens)
+
+    def measure(self, now: float) -> RequestTiming:
+        """Return the token counts and the seconds of this request, which ends at the moment `now`."""
+        first = now if self.first_token is None else self.first_token
+        return RequestTiming(
+            len(self.request.prompt),
+            self.cached_tokens,
+            self.new_tokens,
+            self.started - self.submitted,
+            first - self.started,
+            now - first,
+            self.slot,
+        )
+
+
+def start_request(queued: QueuedRequest, slot: int, now: float, cached_tokens: int) -> RunningRequest:
+    """Start a request in a slot that has the first `cached_tokens` tokens of its prompt.
+
+    Args:
+        queued: The request.
+        slot: Number of the slot.
+        now: The moment of the start.
+        cached_tokens: Prompt tokens in the slot.
+
+    Raises:
+        HocketError: The grammar of the request fails.
+    """
+    request = queued.request
+    return RunningRequest(
+        request,
+        slot,
+        queued.submitted,
+        now if queued.started is None else queued.started,
+        list(request.prompt[:cached_tokens]),
+        cached_tokens,
+        first_token=queued.first_token,
+        grammar=request.params.grammar.make_state() if request.params.grammar else None,
+        context_tokens=list(request.prompt),
+        repeated_tokens=deque(queued.sent_tokens),
+        reported_tokens=queued.reported_tokens,
+    )
+
+
+def make_token_event(request: GenerationRequest, token: int, logits: F32) -> TokenEvent:
+    """Make the event of a new token, with the logprobs that its request asks for."""
+    if request.top_logprobs is None:
+        return TokenEvent(request.id, token)
+    count = min(request.top_logprobs, len(logits))
+    ids = [token, *(find_top_k(logits, count) if count else ())]
+    max_logit = float(logits.max())
+    log_sum = max_logit + math.log(float(np.exp(logits.astype(np.float64) - max_logit).sum()))
+    logprobs = [(int(i), float(logits[i]) - log_sum) for i in ids]
+    return TokenEvent(request.id, token, logprobs[0][1], tuple(logprobs[1:]))
+
+
+def choose_token(one: RunningRequest, logits: F32) -> int:
+    """Choose the next token of a request from its logits, by its grammar and its sampling options.
+
+    The random numbers depend on the seed and the position alone.
+    """
+    params = one.request.params
+    masked = logits if one.grammar is None else one.grammar.mask_logits(logits)
+    rng = np.random.default_rng([params.seed, len(one.context_tokens)]) if params.sampling.temperature else _UNUSED_RNG
+    return params.sampling.choose(masked, rng, one.context_tokens)
+
+
+_UNUSED_RNG = np.random.default_rng(0)
+"""The argument of `Sampling.choose` at temperature 0, which draws no number."""

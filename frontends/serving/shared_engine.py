@@ -1,0 +1,237 @@
+"""The engine of a model that threads share: the threads that wait for tokens run its steps in turns.
+
+There is no thread of the engine. A thread that needs a token runs the next step, unless another thread runs one; then
+it waits for the end of that step. Each step works for all requests, so the requests of several threads are one batch. A
+single thread runs all steps itself. A prompt is read and tokens are decoded as in a server, so a text does not depend
+on the other threads.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from ...graph.errors import HocketError
+from ...scheduler import DeferredInterrupts
+from ..errors import ModelError
+from ..generation.generate import GenerationParams, make_full_context_error
+from ..inference.prefill_chunks import compute_pipeline_depth, next_power_of_two
+from ..inference.saved_state import save_state
+from ..inference.session import Session
+from .engine import Engine
+from .prefix_cache import PrefixCache
+from .requests import EndEvent, Event, GenerationRequest, PromptProgressEvent, RequestTiming, TokenEvent
+from .slots import SlotPool
+
+MAX_AHEAD_TOKENS = 4
+"""Tokens that a request may be ahead of its reader. A thread that reads slowly delays no other thread."""
+MAX_WINDOW = 16
+"""Largest number of sequences of a decode step; kernels of more rows may round otherwise."""
+MAX_FLOAT_WINDOW = 4
+"""The same for models with float matrices: from 7 rows on, their products add in another order."""
+MAX_GAP_SECONDS = 0.1
+"""Largest predicted seconds of a prompt chunk while other requests decode."""
+SAVED_STATE_BYTES = 1 << 28
+"""Bytes of saved recurrent states in the prefix cache."""
+
+
+def can_share_steps(session: Session) -> bool:
+    """Whether an engine can run the model of a session.
+
+    It cannot run encoders, models that see all tokens at once, MTP blocks, watched values, several processes, and
+    pipelines of several stages.
+    """
+    model = session.model
+    if not model.is_causal or model.is_encoder or model.mtp_block_count or session.watch is not None:
+        return False
+    return session.world.size == 1 and compute_pipeline_depth(session.plan(session.make_step(1, 1))) == 1
+
+
+class SharedEngine:
+    """The engine of a model, driven by the threads that wait for its tokens; any thread may call any member.
+
+    The pool begins with one slot and doubles when more requests overlap, so no request waits for a slot.
+
+    Args:
+        root: The session that has the weights, with one sequence.
+        shares_states: Whether the first slot is the sequence of `root`, instead of further memory.
+    """
+
+    def __init__(self, root: Session, *, shares_states: bool) -> None:
+        self._pool = SlotPool(root, 1, context=root.context, batch=root.batch, shares_states=shares_states)
+        self._cache = PrefixCache(self._pool, state_bytes=SAVED_STATE_BYTES)
+        self._engine = Engine(
+            self._pool,
+            self._cache,
+            queue_size=sys.maxsize,
+            max_gap_seconds=MAX_GAP_SECONDS,
+            clock=time.monotonic,
+            idle_chunk_seconds=math.inf,
+            max_window=MAX_FLOAT_WINDOW if _has_float_matrices(root) else MAX_WINDOW,
+            fills_context=True,
+        )
+        self._request_numbers = count()
+        self._events_by_request: dict[str, deque[TokenEvent | EndEvent]] = {}
+        self._orders: deque[partial[list[Event]]] = deque()
+        """Submissions and cancellations, which the next step executes first."""
+        self._step_ended = threading.Condition()
+        self._is_stepping = False
+        self.failure = ""
+        """The error that has ended the engine; an empty text while it can run."""
+
+    @property
+    def session(self) -> Session:
+        """The session of all slots."""
+        return self._pool.all_slots_session
+
+    def sample(
+        self, prompt: Sequence[int], params: GenerationParams, *, has_logprobs: bool = False
+    ) -> Generator[tuple[int, float], None, None]:
+        """Yield the tokens that continue a prompt, each with its log probability (0 without `has_logprobs`).
+
+        The request ends when the iterator is closed.
+
+        Args:
+            prompt: Token ids, fewer than the context.
+            params: The parameters of the generation, without a context shift.
+            has_logprobs: Whether log probabilities are computed.
+
+        Raises:
+            ModelError: The prompt is empty, a token or an option does not fit the model, or the context is full before
+                the limit.
+        """
+        request = GenerationRequest(
+            str(next(self._request_numbers)), tuple(prompt), params, 0 if has_logprobs else None
+        )
+        self._engine.check_request(request)
+        events = self._events_by_request[request.id] = deque()
+        self._orders.append(partial(self._submit, request))
+        is_running = True
+        try:
+            while True:
+                event = self._wait_for_event(events)
+                if isinstance(event, EndEvent):
+                    is_running = False
+                    self._require_good_end(event, params.limit)
+                    return
+                yield event.token, event.logprob or 0.0
+        finally:
+            del self._events_by_request[request.id]
+            if is_running:
+                self._orders.append(partial(self._engine.cancel, request.id))
+
+    def _require_good_end(self, end: EndEvent, limit: int) -> None:
+        if end.reason == "error":
+            raise ModelError(end.message)
+        if end.reason == "length" and end.timing.new_tokens < limit:
+            raise make_full_context_error(self._pool.context, end.timing.new_tokens)
+
+    def _wait_for_event(self, events: deque[TokenEvent | EndEvent]) -> TokenEvent | EndEvent:
+        """Wait for the next event of a request; run steps if no other thread does."""
+        while not events:
+            with self._step_ended:
+                while self._is_stepping and not events:
+                    self._step_ended.wait()
+            if not events:
+                with DeferredInterrupts():  # an interrupt ends the request of this thread only
+                    self._run_step()
+        return events.popleft()
+
+    def _run_step(self) -> None:
+        """Run a step and deliver its events, unless another thread runs one."""
+        if not self._begin_step():
+            return
+        events: list[Event] = []
+        try:
+            self._execute_orders(events)
+            readers = list(self._events_by_request.items())
+            events += self._engine.step({name for name, unread in readers if len(unread) >= MAX_AHEAD_TOKENS})
+        except KeyboardInterrupt:  # during the compilation of a step, which has changed nothing
+            raise
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            events += [
+                EndEvent(name, "error", RequestTiming(), f"a step of another thread failed: {self.failure}")
+                for name in list(self._events_by_request)
+            ]
+            raise
+        finally:
+            self._end_step(events)
+
+    def _begin_step(self) -> bool:
+        """Reserve the engine for this thread; return False if another thread has it."""
+        with self._step_ended:
+            if self._is_stepping:
+                return False
+            self._is_stepping = True
+            return True
+
+    def _end_step(self, events: Sequence[Event]) -> None:
+        """Deliver events to the requests that are still read, and release the engine."""
+        for event in events:
+            if not isinstance(event, PromptProgressEvent):
+                unread = self._events_by_request.get(event.request)
+                if unread is not None:
+                    unread.append(event)
+        with self._step_ended:
+            self._is_stepping = False
+            self._step_ended.notify_all()
+
+    def _execute_orders(self, events: list[Event]) -> None:
+        while self._orders:
+            events += self._orders.popleft()()
+
+    def _submit(self, request: GenerationRequest) -> list[Event]:
+        """Submit a request; double the slots if all of them are taken."""
+        self._engine.submit(request)
+        status = self._engine.status
+        if (needed := status.running + status.queued) > self._pool.slots:
+            try:
+                self._cache.add_slots(next_power_of_two(needed))
+            except HocketError as error:
+                self._engine.cancel(request.id)
+                message = f"{needed} texts at once need more memory; end some, or give a smaller context=N ({error})"
+                return [EndEvent(request.id, "error", RequestTiming(), message)]
+        return []
+
+    @contextmanager
+    def _no_step(self) -> Iterator[None]:
+        """Wait for the end of a step, execute all orders, and run no step in this context."""
+        while not self._begin_step():
+            with self._step_ended:
+                self._step_ended.wait_for(lambda: not self._is_stepping)
+        events: list[Event] = []
+        try:
+            self._execute_orders(events)
+            yield
+        finally:
+            self._end_step(events)
+
+    def save_last_sequence(self, path: str | Path) -> bool:
+        """Save the tokens and states of the request that has ended last; return False if its slot is in use again.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        with self._no_step():
+            end = self._engine.last_end
+            if end is None or self._engine.status.slot_requests[end.slot]:
+                return False
+            save_state(self._pool.open_slot_session(end.slot, end.tokens), [end.context_tokens], path)
+            return True
+
+
+def _has_float_matrices(session: Session) -> bool:
+    """Whether a model multiplies by a matrix of floats; tensors of other uses count too."""
+    return any(
+        not tensor.dtype.is_quantised and sum(size > 1 for size in tensor.shape) > 1
+        for tensor in session.model.tensors.values()
+    )

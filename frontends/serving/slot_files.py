@@ -1,0 +1,78 @@
+"""The states of single slots as files, in the format of ``hocket run --save-state``.
+
+The engine copies and restores states between two steps. Files are read and written elsewhere, so that a slow disk
+delays no request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ModelError
+from ..inference.saved_state import SavedState, apply_state, capture_state
+from .prefix_cache import PrefixCache
+from .slots import SlotPool
+
+MAX_HEADER_BYTES = 64 << 20
+"""Maximum bytes of the other parts of a slot file, without its states: tokens and a conversation."""
+
+
+class SlotFiles:
+    """Copies slots to the contents of files and back; the thread of the engine makes all calls, for free slots.
+
+    Args:
+        pool: The slots.
+        cache: The prefix cache of the engine, which then finds restored tokens.
+    """
+
+    def __init__(self, pool: SlotPool, cache: PrefixCache) -> None:
+        self._pool, self._cache = pool, cache
+
+    def capture(self, slot: int) -> SavedState:
+        """Copy the states and the tokens of a slot after its last request.
+
+        Raises:
+            ModelError: The slot has no tokens.
+        """
+        contents = self._cache.get_contents(slot)
+        if not contents.length:
+            raise ModelError(f"slot {slot} has no tokens; send it a request first, with id_slot")
+        return capture_state(self._pool.open_slot_session(slot, contents.tokens[: contents.length]), [contents.tokens])
+
+    def restore(self, slot: int, state: SavedState, path: str | Path) -> int:
+        """Restore a slot from the content of a file, and return the number of its evaluated tokens.
+
+        Args:
+            slot: Number of the slot; it is unchanged after an error.
+            state: The content of the file.
+            path: The file, for messages.
+
+        Raises:
+            ModelError: The state is of another model, does not fit the context, or has fewer tokens than it says.
+        """
+        if self._pool.has_recurrent_states and not self._cache.can_keep_states():
+            raise ModelError(f"{path}: the states need more memory; start the server with a larger --cache-memory")
+        _require_token_per_cell(state, path)
+        session = self._pool.open_slot_session(slot, ())
+        (tokens,) = apply_state(session, state, path)
+        (length,) = session.lengths
+        self._cache.adopt_restored_slot(slot, tokens, length)
+        return length
+
+    def erase(self, slot: int) -> int:
+        """Forget the tokens of a slot, and return their number."""
+        count = max(self._cache.get_contents(slot).length, self._cache.count_slot_tokens(slot))
+        self._cache.forget_slot(slot)
+        self._pool.wipe(slot)
+        return count
+
+
+def _require_token_per_cell(state: SavedState, path: str | Path) -> None:
+    """Require that a state of one sequence has all tokens that it has evaluated, because prompts are compared to them.
+
+    `apply_state` checks the types and all else.
+    """
+    lengths, tokens = state.header.get("lengths"), state.header.get("tokens")
+    match lengths, tokens:
+        case [int(length)], [list(row)] if len(row) < length:
+            raise ModelError(f"{path}: has {len(row)} of {length} tokens, as after a context shift; save another talk")

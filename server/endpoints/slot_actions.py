@@ -1,0 +1,115 @@
+"""``POST /slots/ID?action=save|restore|erase`` of llama-server: the states of a slot as files in one folder."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...frontends.errors import ModelError
+from ...frontends.inference.saved_state import read_state, write_state
+from ...graph.errors import HocketError
+from ..bodies.schemas import SlotFileBody
+from ..errors import ApiError, make_bad_request_error
+from ..responses import JsonResponse, read_body, run_until_disconnect
+from ..state import ServingState, get_serving_state
+
+FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+ACTIONS = ("save", "restore", "erase")
+ActionResult = TypeVar("ActionResult")
+
+
+async def run_slot_action(request: Request) -> Response:
+    """Handle ``POST /slots/ID``: save the slot to a file, restore it from a file, or erase it."""
+    state = get_serving_state(request)
+    if not state.options.slot_save_path:
+        raise ApiError(501, "this server has no slot files; start it with --slot-save-path FOLDER")
+    state.require_ready()
+    number, action = request.path_params["slot"], request.query_params.get("action", "")
+    slots = state.service.status.slots
+    if not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) < slots):
+        raise make_bad_request_error(f"there is no slot {number!a:.40}; need 0 to {slots - 1}", "id_slot")
+    if action not in ACTIONS:
+        raise make_bad_request_error(f"action is {action!a:.40}; need one of {', '.join(ACTIONS)}", "action")
+    slot = int(number)
+    if action == "erase":
+        count = await run_until_disconnect(request, _wait_for_slot(state, state.service.erase_slot(slot)))
+        return JsonResponse({"id_slot": slot, "n_erased": count})
+    body, headers = await read_body(request, SlotFileBody)
+    path = _find_file(state.options.slot_save_path, body.filename)
+    start = time.perf_counter()
+    function = _save_slot if action == "save" else _restore_slot
+    result = await run_until_disconnect(request, function(state, slot, path))
+    milliseconds = (time.perf_counter() - start) * 1e3
+    timings = {f"{action}_ms": milliseconds}
+    return JsonResponse({"id_slot": slot, "filename": body.filename, **result, "timings": timings}, headers=headers)
+
+
+def _find_file(folder: str, name: str) -> Path:
+    """Return the path of a slot file; a name cannot leave the folder.
+
+    Raises:
+        ApiError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or begins with ``.``.
+    """
+    if not FILE_NAME_PATTERN.fullmatch(name):
+        raise make_bad_request_error(
+            f"filename is {name!a:.60}; need 1 to 128 letters, digits, '.', '_' or '-', and no '.' at the beginning",
+            "filename",
+        )
+    return Path(folder) / name
+
+
+async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
+    captured = await _wait_for_slot(state, state.service.capture_slot(slot))
+    try:
+        await state.builder.run_in_thread(partial(write_state, captured, path))
+        size = path.stat().st_size
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ApiError(507, f"slot {slot} was not saved: {path.name}: {reason}") from None
+    lengths = captured.header["lengths"]
+    assert isinstance(lengths, list)
+    return {"n_saved": lengths[0], "n_written": size}
+
+
+async def _restore_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
+    try:
+        read = partial(read_state, path, state.service.max_slot_file_bytes)
+        saved, size = await state.builder.run_in_thread(read), path.stat().st_size
+        count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))
+    except OSError as error:
+        raise make_bad_request_error(
+            f"slot {slot} was not restored: {path.name}: {error.strerror or type(error).__name__}", "filename"
+        ) from None
+    except ModelError as error:
+        raise make_bad_request_error(str(error).replace(str(path), path.name), "filename") from None
+    return {"n_restored": count, "n_read": size}
+
+
+async def _wait_for_slot(state: ServingState, future: Future[ActionResult]) -> ActionResult:
+    """Return the result of a slot action, which waits while the slot runs a request.
+
+    Raises:
+        ApiError: The slot was busy for `ServerOptions.queue_seconds`.
+        HocketError: The action has failed.
+    """
+    seconds = state.options.queue_seconds
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+    except TimeoutError:
+        raise ApiError(503, f"the slot was busy for {seconds:.0f} s", retry_seconds=10) from None
+    except HocketError as error:
+        raise error from None
+
+
+def build_slot_routes() -> list[Route]:
+    """Return the route of the slot actions."""
+    return [Route("/slots/{slot}", run_slot_action, methods=["POST"])]

@@ -1,0 +1,317 @@
+"""The log of a server and its replay: a day is repeated bit by bit, and the first difference is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket import Model
+from hocket.cli import main
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.grammar import Grammar
+from hocket.frontends.generation.lazy_grammar import LazyGrammar
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
+from hocket.frontends.inference.saved_state import write_state
+from hocket.frontends.serving.replay import read_log
+from hocket.frontends.serving.request_log import RequestLog, compute_checksum, describe_request, read_request
+from hocket.frontends.serving.requests import EndEvent, Event, GenerationRequest
+from hocket.frontends.serving.slots import SlotPool
+from hocket.frontends.serving.thread import EngineOptions, EngineThread
+from hocket.graph.storage.files import open_log
+
+from ...given.fakes.fake_service import build_metadata
+from ...given.waits import wait_until
+
+MODEL_OPTIONS = {"context": 128, "batch": 32, "devices": "cpu:0", "threads": 2}
+
+
+def make_request(name: str, prompt: tuple[int, ...], limit: int = 8, **options: object) -> GenerationRequest:
+    params = GenerationParams(limit, Sampling(temperature=0.9, top_k=0), 7, frozenset([0]))
+    request = GenerationRequest(name, prompt, params)
+    return replace(request, **options)  # type: ignore[arg-type]
+
+
+def record_day(path: Path, send: Callable[[EngineThread, Model, list[Event]], None]) -> None:
+    """Write the log of a server with the embedded model, over the orders of `send`."""
+    with Model(None, **MODEL_OPTIONS) as model:  # type: ignore[arg-type]
+        log = RequestLog(open_log(path), pytest.fail, {**MODEL_OPTIONS, "model": None})
+        events: list[Event] = []
+        service = EngineThread(model, EngineOptions(3, 8), name="m", version="0", log=log)
+        try:
+            send(service, model, events)
+            wait_until(lambda: service.status.running + service.status.queued == 0)
+        finally:
+            service.close(0)
+
+
+def count_ends(events: list[Event]) -> int:
+    return sum(isinstance(event, EndEvent) for event in events)
+
+
+def serve_day(service: EngineThread, model: Model, events: list[Event]) -> None:
+    """Requests of all kinds: together, in turn, cancelled, with a grammar, with a slot file, and with an own slot."""
+    long = tuple(range(3, 70))
+    for i in range(5):
+        service.submit(make_request(f"a{i}", long[: 20 + 9 * i], top_logprobs=2), events.append)
+    service.submit(make_request("cancelled", long, 40), events.append)
+    service.cancel("cancelled")
+    wait_until(lambda: count_ends(events) == 6)
+    schema = Grammar(model.tokenizer, json_schema='{"enum": ["Emma", "Elinor"]}')
+    params = GenerationParams(20, Sampling(bias=((5, -np.inf),)), 1, model.tokenizer.eos_ids, schema)
+    service.submit(GenerationRequest("grammar", (1, 9, 8), params, slot=1), events.append)
+    service.submit(make_request("b", (*long, 8, 9)), events.append)
+    wait_until(lambda: count_ends(events) == 8)
+
+
+def write_day(tmp_path: Path) -> Path:
+    record_day(tmp_path / "log", serve_day)
+    return tmp_path / "log"
+
+
+@pytest.fixture(name="log", scope="module")
+def logged_day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_day(tmp_path_factory.mktemp("day"))
+
+
+def test_a_day_is_repeated_bit_by_bit(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert log.stat().st_mode & 0o777 == 0o600  # it has the texts of clients
+    assert main(["replay", str(log)]) == 0
+    out = capsys.readouterr().out
+    assert "8 requests" in out
+    assert "are equal to the log, bit by bit" in out
+
+
+def rewrite(log: Path, target: Path, change: Callable[[dict[str, object]], bool]) -> int:
+    """Write a copy of a log in which `change` has changed one record, and return the number of its line."""
+    lines, changed = [], 0
+    for number, text in enumerate(log.read_text().splitlines(), 1):
+        record = json.loads(text)
+        if not changed and change(record):
+            changed = number
+        lines.append(json.dumps(record))
+    target.write_text("\n".join(lines) + "\n")
+    assert changed
+    return changed
+
+
+def change_token(record: dict[str, object]) -> bool:
+    for event in record.get("events", ()):  # type: ignore[attr-defined]
+        if event[0] == "token" and event[1] == "b":
+            event[2] += 1
+            return True
+    return False
+
+
+def change_logits(record: dict[str, object]) -> bool:
+    if len(record.get("logits", ())) < 2:  # type: ignore[arg-type]
+        return False
+    record["logits"][1] = "0:0"  # type: ignore[index]
+    return True
+
+
+def drop_time(record: dict[str, object]) -> bool:
+    return bool(record.get("logits") and record["times"].pop())  # type: ignore[attr-defined]
+
+
+def add_time(record: dict[str, object]) -> bool:
+    return bool(record.get("logits") and not record["times"].append(1.0))  # type: ignore[attr-defined]
+
+
+def plant_failure(record: dict[str, object]) -> bool:
+    return bool(record.get("logits") and record.setdefault("failure", "RuntimeError: gone"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_token, "differs: ['token', 'b',"),
+        (change_logits, "the logits differ"),
+        (drop_time, "has read the clock more often than in the log"),
+        (add_time, "has read the clock 1 times less than in the log"),
+        (plant_failure, "the step has failed (RuntimeError: gone) in the log, and has not failed now"),
+    ],
+)
+def test_the_first_difference_is_named(
+    log: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, object]], bool],
+    reason: str,
+) -> None:
+    line = rewrite(log, tmp_path / "log", change)
+    assert main(["replay", str(tmp_path / "log")]) == 1
+    out = capsys.readouterr().out
+    assert f"line {line}: " in out
+    assert reason in out
+
+
+def test_a_log_of_a_crash_is_repeated_to_its_end(log: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "log"
+    broken.write_bytes(log.read_bytes()[:-30])
+    assert main(["replay", str(broken)]) == 0
+    open_log(broken).close()  # the next server
+    with open(broken, "ab") as file:
+        file.write(log.read_bytes())
+    assert sum("log" in record for _, record in read_log(broken)) == 2
+    assert main(["replay", str(broken)]) == 0
+
+
+def test_a_failure_and_its_restart_are_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fault lies in a token, so that the replay meets it, too."""
+    decode = SlotPool.decode
+
+    def fail(pool: SlotPool, tokens: dict[int, int], before: dict[int, tuple[int, ...]]) -> object:
+        if any(len(before[slot]) == 30 for slot in tokens):
+            raise RuntimeError("planted")
+        return decode(pool, tokens, before)
+
+    monkeypatch.setattr(SlotPool, "decode", fail)
+
+    def send(service: EngineThread, model: Model, events: list[Event]) -> None:
+        service.submit(make_request("bad", tuple(range(3, 30)), 20), events.append)
+        wait_until(lambda: count_ends(events) == 1)
+        assert events[-1].message == "RuntimeError: planted"  # type: ignore[union-attr]
+        service.submit(make_request("good", tuple(range(3, 10)), 5), events.append)
+        wait_until(lambda: count_ends(events) == 2)
+
+    record_day(tmp_path / "log", send)
+    assert main(["replay", str(tmp_path / "log")]) == 0
+    monkeypatch.setattr(SlotPool, "decode", decode)
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "log")]) == 1
+    assert "the step has failed (RuntimeError: planted) in the log, and not now" in capsys.readouterr().out
+
+
+def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "slot"
+
+    def send(service: EngineThread, model: Model, events: list[Event]) -> None:
+        service.submit(make_request("first", tuple(range(3, 40)), slot=0), events.append)
+        wait_until(lambda: count_ends(events) == 1)
+        state = service.capture_slot(0).result()
+        write_state(state, file)
+        service.erase_slot(0).result()
+        count = service.restore_slot(2, state, file).result()
+        tokens = state.header["tokens"][0]  # type: ignore[index]
+        service.submit(make_request("second", (*tokens, 5, 6)), events.append)
+        wait_until(lambda: count_ends(events) == 2)
+        assert events[-1].timing.cached_tokens == count  # type: ignore[union-attr]
+
+    record_day(tmp_path / "log", send)
+    assert main(["replay", str(tmp_path / "log")]) == 0
+    os.unlink(file)
+    assert main(["replay", str(tmp_path / "log")]) == 2
+    assert "slot: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty"),
+        ("no log\n", "line 1 is no record of hocket-log-1"),
+        ('{"log": "hocket-log-9"}\n', "line 1 is no record of hocket-log-1"),
+        ('{"log": "hocket-log-1"}\n', "line 1 is no header (KeyError('options'))"),
+        ('{"log": "hocket-log-1", "options": {"model": 3}}\n', "path is 3; it must be a str"),
+        ('{"log": "hocket-log-1", "options": {"model": null, "draft": "x"}}\n', "has unknown options"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    (tmp_path / "log").write_text(text)
+    assert main(["replay", str(tmp_path / "log")]) == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"order": "submit"},
+        {"order": "submit", "request": {"id": 3}},
+        {"log": "hocket-log-1", "options": {"model": None}, "model_digest": "x", "version": 3, "fingerprint": 4},
+        {"order": "dance"},
+        {"times": 3, "events": []},
+        {"times": [], "order": "erase", "slot": "x"},
+        {"times": [], "order": "restore", "slot": 0, "path": 3},
+        {"events": 3, "times": []},
+    ],
+)
+def test_damaged_records_are_one_line(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, object]
+) -> None:
+    header = log.read_text().splitlines()[0]
+    (tmp_path / "log").write_text(f"{header}\n{json.dumps(record)}\n")
+    assert main(["replay", str(tmp_path / "log")]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) <= 2
+    assert "log" in err
+
+
+@pytest.mark.parametrize("value", ["x", None, 0, -1, 1e308, [3]])
+@pytest.mark.parametrize("field", ["slots", "queue_size", "max_gap_seconds", "state_bytes"])
+def test_a_damaged_header_is_one_line(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    header, *rest = log.read_text().splitlines()
+    (tmp_path / "log").write_text("\n".join([json.dumps({**json.loads(header), field: value}), *rest[:4]]) + "\n")
+    assert main(["replay", str(tmp_path / "log")]) in (0, 1, 2)  # a size of the cache need not matter
+    assert len(capsys.readouterr().err.splitlines()) <= 1
+
+
+def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    errors: list[str] = []
+    log = RequestLog(open("/dev/full", "ab", buffering=0), errors.append, {})  # noqa: SIM115
+    with Model(None, **MODEL_OPTIONS) as model:  # type: ignore[arg-type]
+        service = EngineThread(model, EngineOptions(1, 1), name="m", version="0", log=log)
+        events: list[Event] = []
+        try:
+            service.submit(make_request("a", (1, 2, 3)), events.append)
+            wait_until(lambda: count_ends(events) == 1)
+        finally:
+            service.close(0)
+    assert errors == ["No space left on device"]
+
+
+def mask_first_token(grammar: Grammar | LazyGrammar | None) -> object:
+    assert grammar is not None
+    return grammar.make_state().mask_logits(np.zeros(300, np.float32))
+
+
+def test_a_request_is_the_same_after_its_description() -> None:
+    tokenizer = tokenizer_from_metadata(build_metadata())
+    grammar = Grammar(tokenizer, json_schema={"type": "boolean"})
+    lazy = LazyGrammar(tokenizer, grammar, "<tool_call>", begins_in_thought=True)
+    for rules in (None, grammar, lazy):
+        sampling = Sampling(0.5, 3, 0.9, 0.1, 1.1, 5, 0.2, 0.3, ((4, -np.inf), (5, 1.5)))
+        params = GenerationParams(9, sampling, 3, frozenset([1, 2]), rules, None, 50)
+        request = GenerationRequest("x", (1, 2), params, 4, False, 2)
+        text = json.dumps(describe_request(request))
+        again = read_request(json.loads(text), tokenizer)
+        assert json.dumps(describe_request(again)) == text
+        assert replace(again, params=params) == request
+        assert again.params.sampling == sampling
+        assert again.params.end_tokens == params.end_tokens
+        if rules is not None:
+            assert np.array_equal(mask_first_token(rules), mask_first_token(again.params.grammar))
+    with pytest.raises(ModelError, match="has no vocabulary"):
+        read_request(json.loads(text), None)
+
+
+def test_a_checksum_sees_one_bit() -> None:
+    logits = np.random.default_rng(1).standard_normal(500).astype(np.float32)
+    other = logits.copy()
+    other.view(np.uint32)[77] ^= 1
+    assert compute_checksum(logits) == compute_checksum(logits.copy())
+    assert compute_checksum(logits) != compute_checksum(other)

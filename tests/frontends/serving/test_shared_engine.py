@@ -1,0 +1,269 @@
+"""Threads that share a model: their steps are one batch, and each text is the one of a thread alone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, zip_longest
+
+import pytest
+
+import hocket
+from hocket.frontends.inference import session as sessions
+from hocket.frontends.serving import shared_engine, slots
+from hocket.frontends.serving.shared_engine import MAX_AHEAD_TOKENS, MAX_FLOAT_WINDOW
+from hocket.frontends.serving.slots import SlotPool
+
+THREADS, CONTEXT, NEW_TOKENS = 8, 128, 12
+PROMPTS = tuple(
+    f"{start} {'of the ' * (number % 5)}" for number, start in enumerate(["It is", "She was", "On", "Mr."] * 4)
+)
+"""Prompts of different lengths."""
+SHORT_GREEDY = {"max_tokens": NEW_TOKENS, "temperature": 0}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def open_model() -> hocket.Model:
+    return hocket.Model(context=CONTEXT, threads=1)
+
+
+@pytest.fixture(scope="module")
+def shared_model() -> Iterator[hocket.Model]:
+    with open_model() as loaded_model:
+        yield loaded_model
+
+
+@pytest.fixture(scope="module")
+def texts_alone() -> list[str]:
+    """The text of each prompt from a model that no other thread uses."""
+    with open_model() as alone:
+        return ["".join(alone.generate(prompt, **SHORT_GREEDY)) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which each decode step adds its number of sequences."""
+    sizes: list[int] = []
+    decode = SlotPool.decode
+
+    def decode_and_record(pool, tokens, before):
+        sizes.append(len(tokens))
+        return decode(pool, tokens, before)
+
+    monkeypatch.setattr(SlotPool, "decode", decode_and_record)
+    return sizes
+
+
+def run_at_once(work: Callable[[int], object], count: int = THREADS) -> list[object]:
+    """Return the results of `work` in threads that begin together."""
+    start = threading.Barrier(count)
+
+    def begin(number: int) -> object:
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count)))
+
+
+@pytest.mark.parametrize(
+    "options", [SHORT_GREEDY, {**SHORT_GREEDY, "temperature": 1.5, "seed": 5}], ids=["greedy", "sampled"]
+)
+def test_eight_threads_get_the_tokens_of_one_thread_in_common_steps(shared_model, windows, options):
+    with open_model() as alone:
+        expected = [[token.id for token in alone.tokens(prompt, **options)] for prompt in PROMPTS]
+    assert set(windows) == {1}
+    windows.clear()
+
+    def work(number: int) -> list[list[int]]:
+        return [[token.id for token in shared_model.tokens(prompt, **options)] for prompt in PROMPTS[number::THREADS]]
+
+    found = run_at_once(work)
+    assert [ids for number in range(THREADS) for ids in found[number]] == [
+        ids for number in range(THREADS) for ids in expected[number::THREADS]
+    ]
+    assert 1 < max(windows) <= MAX_FLOAT_WINDOW  # the embedded model has float matrices
+    assert len(windows) < len(PROMPTS) * (NEW_TOKENS - 1)
+
+
+def test_chats_and_texts_with_stop_strings_join(shared_model):
+    with open_model() as alone:
+        text = "".join(alone.generate(PROMPTS[0], **SHORT_GREEDY))
+        chat = "".join(alone.chat("It is", chat_template=TEMPLATE, **SHORT_GREEDY))
+
+    def work(number: int) -> str:
+        if number % 2:
+            return "".join(shared_model.chat("It is", chat_template=TEMPLATE, **SHORT_GREEDY))
+        return "".join(shared_model.generate(PROMPTS[0], stop=text[5:8], **SHORT_GREEDY))
+
+    assert run_at_once(work) == [text[: text.index(text[5:8])], chat] * (THREADS // 2)
+
+
+def test_generators_that_are_read_in_turn_run_in_common_steps(texts_alone, windows):
+    with open_model() as model:
+        turns = zip_longest(*(model.generate(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:3]), fillvalue="")
+        assert ["".join(pieces) for pieces in zip(*turns, strict=True)] == texts_alone[:3]
+    assert max(windows) == 3
+
+
+def test_a_request_runs_only_a_few_tokens_ahead_of_its_reader(windows):
+    with open_model() as model:
+        slow, fast = (model.tokens(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:2])
+        next(slow)
+        assert len(list(fast)) == NEW_TOKENS
+        assert max(windows) == 2
+        assert sum(windows) == MAX_AHEAD_TOKENS + NEW_TOKENS - 1  # the first tokens come from the prompts
+
+
+def test_an_error_ends_the_text_of_its_thread_only(shared_model, texts_alone):
+    def work(number: int) -> object:
+        try:
+            if number == 3:
+                return list(shared_model.generate([10**9], **SHORT_GREEDY))
+            if number == 5:
+                return list(
+                    shared_model.generate(
+                        PROMPTS[5], bias=[(token, -float("inf")) for token in range(2048)], **SHORT_GREEDY
+                    )
+                )
+            return "".join(shared_model.generate(PROMPTS[number], **SHORT_GREEDY))
+        except hocket.ModelError as error:
+            return str(error)
+
+    found = run_at_once(work)
+    assert "need 0 to 2047" in found[3]
+    assert "every token that may come next is banned" in found[5]
+    for number in {*range(THREADS)} - {3, 5}:
+        assert found[number] == texts_alone[number]
+
+
+@pytest.mark.parametrize("moment", ["run", "compilation"])
+def test_an_interrupt_ends_the_text_of_the_main_thread_only(texts_alone, monkeypatch, moment):
+    """Half of a run would leave states that do not fit the tokens; compilation leaves nothing."""
+    is_interrupted = False
+
+    def interrupt_once() -> None:
+        nonlocal is_interrupted
+        if threading.current_thread() is threading.main_thread() and not is_interrupted:
+            is_interrupted = True
+            signal.raise_signal(signal.SIGINT)
+            assert moment == "run", "the interrupt waited"
+
+    place, name = (SlotPool, "decode") if moment == "run" else (sessions, "Executor")
+    call = getattr(place, name)
+
+    def interrupt_and_call(*args, **options):
+        interrupt_once()
+        return call(*args, **options)
+
+    with open_model() as model, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(place, name, interrupt_and_call)
+        own = model.tokens(PROMPTS[0], **SHORT_GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            list(own)
+        assert is_interrupted
+        others = [
+            pool.submit(lambda prompt=prompt: "".join(model.generate(prompt, **SHORT_GREEDY)))
+            for prompt in PROMPTS[1:3]
+        ]
+        assert "".join(model.generate(PROMPTS[0], **SHORT_GREEDY)) == texts_alone[0]
+        assert [other.result() for other in others] == texts_alone[1:3]
+
+
+def test_an_interrupt_beside_other_threads_ends_none_of_their_texts(shared_model, texts_alone, monkeypatch):
+    decode, left = SlotPool.decode, iter(range(1000))
+
+    def interrupt_third(pool, tokens, before):
+        if threading.current_thread() is threading.main_thread() and next(left) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return decode(pool, tokens, before)
+
+    monkeypatch.setattr(SlotPool, "decode", interrupt_third)
+    with ThreadPoolExecutor(2) as pool:
+        others = [
+            pool.submit(lambda p=p: "".join(shared_model.generate(p, **SHORT_GREEDY))) for p in (PROMPTS[4], PROMPTS[6])
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            list(chain.from_iterable(shared_model.generate(PROMPTS[0], **SHORT_GREEDY) for _ in range(1000)))
+        assert [other.result() for other in others] == [texts_alone[4], texts_alone[6]]
+
+
+def test_a_fault_in_a_step_is_reported_to_all_its_threads_and_later_calls_work(texts_alone, monkeypatch):
+    with open_model() as model:
+        first, second = (model.tokens(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:2])
+        next(first)
+        next(second)
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotPool, "decode", lambda *args: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                list(first)
+        with pytest.raises(hocket.ModelError, match="a step of another thread failed: ZeroDivisionError"):
+            list(second)
+        assert "".join(model.generate(PROMPTS[0], **SHORT_GREEDY)) == texts_alone[0]
+
+
+def test_a_text_that_needs_more_memory_than_there_is_ends_alone(texts_alone, monkeypatch):
+    def refuse(like, count):
+        raise hocket.ModelError("the devices have 1 GiB")
+
+    with open_model() as model:
+        first = model.generate(PROMPTS[0], **SHORT_GREEDY)
+        start = next(first)
+        monkeypatch.setattr(slots, "_require_slot_memory", refuse)
+        with pytest.raises(hocket.ModelError, match=r"2 texts at once need more memory; .*1 GiB"):
+            next(model.generate(PROMPTS[1], **SHORT_GREEDY))
+        assert start + "".join(first) == texts_alone[0]
+
+
+def test_a_full_context_is_an_error_unless_the_text_has_no_limit():
+    with hocket.Model(context=16, threads=1) as model:
+        prompt = [5, 6, 7, 8]
+        assert len(list(model.tokens(prompt, max_tokens=-1, ignore_eos=True))) == 13  # the last one needs no cell
+        with pytest.raises(hocket.ModelError, match="context of 16 tokens is full after 13 new ones"):
+            list(model.tokens(prompt, max_tokens=14, ignore_eos=True))
+        assert len(list(model.tokens([5] * 16, max_tokens=1, ignore_eos=True))) == 1
+
+
+def test_the_last_text_is_saved_unless_its_states_are_overwritten(texts_alone, tmp_path):
+    with open_model() as model:
+        pieces = model.tokens(PROMPTS[0], **SHORT_GREEDY)
+        begun = [next(pieces).id for _ in range(3)]
+        pieces.close()
+        model.save(tmp_path / "talk")
+        ids = model.load(tmp_path / "talk")
+        assert ids == [*model.tokenize(PROMPTS[0]), *begun]
+        rest = [token.id for token in model.tokens(ids, **{**SHORT_GREEDY, "max_tokens": NEW_TOKENS - 3})]
+        assert model.detokenize([*begun, *rest]) == texts_alone[0]
+        model.save(tmp_path / "longer")
+        assert model.load(tmp_path / "longer") == [*ids, *rest]
+        list(model.generate(PROMPTS[1], **SHORT_GREEDY))
+        running = model.generate(PROMPTS[2], **SHORT_GREEDY)
+        next(running)
+        with pytest.raises(hocket.ModelError, match="another call uses the states of the last call"):
+            model.save(tmp_path / "gone")
+
+
+def test_a_model_with_one_reader_has_the_states_of_one_sequence():
+    with open_model() as model:
+        before = model.memory["cpu:0"]["state"]
+        list(model.generate(PROMPTS[0], **SHORT_GREEDY))
+        assert model.memory["cpu:0"]["state"] == before
+        turns = [model.generate(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:2]]
+        assert all(map(next, turns))
+        assert model.memory["cpu:0"]["state"] >= 2 * before
+
+
+def test_calls_on_pipelined_devices_have_sessions_of_their_own(monkeypatch):
+    monkeypatch.setattr(shared_engine, "compute_pipeline_depth", lambda plan: len(plan.device_plans))
+    with hocket.Model(context=CONTEXT, devices="cpu:0,cpu:1", split_mode="layer", threads=1) as model:
+        assert len(list(model.tokens(PROMPTS[0], **SHORT_GREEDY))) == NEW_TOKENS
+        assert model._shared_engine is None
+
+
+def test_threads_join_on_devices_that_share_each_matrix():
+    with hocket.Model(context=CONTEXT, devices="cpu:0,cpu:1", split_mode="tensor", exact=True) as model:
+        expected = ["".join(model.generate(prompt, **SHORT_GREEDY)) for prompt in PROMPTS[:2]]
+        assert run_at_once(lambda number: "".join(model.generate(PROMPTS[number], **SHORT_GREEDY)), 2) == expected
+        assert model._shared_engine is not None

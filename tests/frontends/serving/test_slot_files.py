@@ -1,0 +1,160 @@
+"""Slots as files: a restored talk goes on without a token that is read again, on any devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hocket.frontends.errors import ModelError
+from hocket.frontends.generation.generate import GenerationParams
+from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.inference.saved_state import load_state, read_state, save_state, write_state
+from hocket.frontends.inference.session import Session
+from hocket.frontends.open_model import open_model
+from hocket.frontends.serving.engine import Engine
+from hocket.frontends.serving.prefix_cache import PrefixCache
+from hocket.frontends.serving.requests import GenerationRequest, TokenEvent
+from hocket.frontends.serving.slot_files import MAX_HEADER_BYTES, SlotFiles
+from hocket.frontends.serving.slots import SlotPool
+
+from ...given.models.goldens import path_of
+from ...given.serving.engine_runs import BATCH, CONTEXT, end_of, make_pool, prompt_of, run_all, tokens_of
+
+MODELS = ("llama", "qwen35", "gemma3")
+"""Attention, a hybrid with recurrent states, and ring caches."""
+NEW_TOKENS = 5
+QUESTION = (5, 9, 12, 33, 8, 21, 4)
+
+
+class Server:
+    """An engine over a pool, with its slot files."""
+
+    def __init__(self, pool: SlotPool, state_bytes: int = 1 << 30) -> None:
+        self.pool = pool
+        cache = PrefixCache(pool, state_bytes=state_bytes)
+        self.engine = Engine(pool, cache, queue_size=8, max_gap_seconds=1.0, clock=lambda: 0.0)
+        self.files = SlotFiles(pool, cache)
+        self._count = 0
+
+    def generate(self, prompt: tuple[int, ...], slot: int | None = None) -> tuple[list[TokenEvent], int]:
+        """Return the new tokens of a prompt, with the number of cached tokens."""
+        self._count += 1
+        params = GenerationParams(NEW_TOKENS, Sampling(), 1, frozenset())
+        request = GenerationRequest(str(self._count), prompt, params, top_logprobs=3, slot=slot)
+        self.engine.submit(request)
+        events = run_all(self.engine)
+        end = end_of(events, request.id)
+        assert slot in (None, end.timing.slot)
+        return [event for event in events if isinstance(event, TokenEvent)], end.timing.cached_tokens
+
+    def save(self, slot: int, path: Path) -> list[int]:
+        """Save a slot, and return its tokens."""
+        state = self.files.capture(slot)
+        write_state(state, path)
+        tokens = state.header["tokens"]
+        assert isinstance(tokens, list)
+        return list(tokens[0])
+
+    def restore(self, slot: int, path: Path) -> int:
+        return self.files.restore(slot, read_state(path, self.pool.compute_slot_bytes() + MAX_HEADER_BYTES), path)
+
+
+def continue_in_place(pool: SlotPool, slot: int, tokens: list[int], rest: list[int]) -> np.ndarray:
+    """Return the logits after `rest` in a slot that was never saved and has all but the last of `tokens`."""
+    return np.array(pool.read_prompt(slot, [tokens[-1], *rest], tokens[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("devices", "split_mode"), [("cpu:0", "layer"), ("cpu:0,cpu:1,cpu:2", "layer"), ("cpu:0,cpu:1", "tensor")]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_restored_talk_reads_no_token_again(name: str, devices: str, split_mode: str, tmp_path: Path) -> None:
+    first, prompt = Server(make_pool(name)), prompt_of(name)
+    first.generate(prompt_of(name, 5), slot=0)
+    answer = [event.token for event in first.generate(prompt, slot=1)[0]]
+    tokens = first.save(1, tmp_path / "talk")
+    assert tokens == [*prompt, *answer]
+    second = Server(make_pool(name, devices=devices, split_mode=split_mode))
+    second.generate(prompt_of(name, 6), slot=2)  # the slot has had another text
+    assert second.restore(2, tmp_path / "talk") == len(tokens) - 1  # the last token was sampled, but not evaluated
+    events, cached = second.generate((*tokens, *QUESTION))
+    assert cached == len(tokens) - 1
+    logits = continue_in_place(first.pool, 1, tokens, list(QUESTION)).astype(np.float64)
+    logprob = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    assert events[0].token == int(logits.argmax())
+    tolerance = 0.0 if devices == "cpu:0" else 0.05
+    assert events[0].logprob == pytest.approx(float(logprob[events[0].token]), rel=0, abs=1e-6 + tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_restored_slot_is_copied_and_shortened_only_where_it_is_whole(name: str, tmp_path: Path) -> None:
+    """Another slot may copy the restored tokens; a shorter beginning of a ring or a recurrent state is read again."""
+    first = Server(make_pool(name))
+    first.generate(prompt_of(name), slot=0)
+    tokens = first.save(0, tmp_path / "talk")
+    second = Server(make_pool(name))
+    second.restore(3, tmp_path / "talk")
+    copied, cached = second.generate((*tokens, *QUESTION), slot=1)
+    assert cached == len(tokens) - 1
+    again, cached = second.generate((*tokens, *QUESTION), slot=3)
+    assert cached in (len(tokens) - 1, 96, 112, len(tokens) + len(QUESTION) - 1)  # recurrent states: multiples of 16
+    assert [event.token for event in again] == [event.token for event in copied]
+    short = (*tokens[:50], *QUESTION)
+    found, _ = second.generate(short)
+    alone, _ = Server(make_pool(name)).generate(short)
+    assert [(event.token, event.logprob) for event in found] == [(event.token, event.logprob) for event in alone]
+
+
+def test_a_file_of_hocket_run_is_restored_and_the_reverse(tmp_path: Path) -> None:
+    name, prompt = "qwen35", list(prompt_of("qwen35"))
+    session = Session(open_model(path_of(name)), context=CONTEXT, batch=BATCH)
+    logits = session.evaluate([prompt])[0][-1]
+    known = [*prompt, int(logits.argmax())]
+    save_state(session, [known], tmp_path / "run")
+    server = Server(make_pool(name))
+    assert server.restore(0, tmp_path / "run") == len(prompt)
+    events, cached = server.generate((*known, *QUESTION))
+    assert cached == len(prompt)
+    want = session.evaluate([[known[-1], *QUESTION]])[0][-1]
+    assert events[0].token == int(want.argmax())
+    tokens = server.save(0, tmp_path / "slot")
+    other = Session(open_model(path_of(name)), context=CONTEXT, batch=BATCH)
+    assert load_state(other, tmp_path / "slot") == [tokens]
+    assert other.lengths == [len(tokens) - 1]
+
+
+def test_slot_files_are_checked(tmp_path: Path) -> None:
+    server = Server(make_pool("qwen35"))
+    with pytest.raises(ModelError, match="slot 2 has no tokens; send it a request first, with id_slot"):
+        server.files.capture(2)
+    server.generate(prompt_of("qwen35"), slot=0)
+    server.save(0, tmp_path / "talk")
+    with pytest.raises(ModelError, match="not a saved state of this model"):
+        Server(make_pool("llama")).restore(0, tmp_path / "talk")
+    with pytest.raises(ModelError, match="need more memory; start the server with a larger --cache-memory"):
+        Server(make_pool("qwen35"), state_bytes=16).restore(0, tmp_path / "talk")
+    with pytest.raises(ModelError, match="a state here has 100 at most"):
+        read_state(tmp_path / "talk", 100)
+    state = server.files.capture(0)
+    short = type(state)({**state.header, "tokens": [[1, 2]]}, state.arrays)
+    with pytest.raises(ModelError, match="has 2 of 100 tokens, as after a context shift"):
+        server.files.restore(0, short, "talk")
+    assert server.files.capture(0).header == state.header  # nothing was changed
+    assert server.files.erase(0) == 100
+    with pytest.raises(ModelError, match="slot 0 has no tokens"):
+        server.files.capture(0)
+    assert server.generate((*prompt_of("qwen35"), 3))[1] == 0
+
+
+def test_a_request_waits_for_the_slot_that_it_names() -> None:
+    server = Server(make_pool("llama"))
+    params = GenerationParams(3, Sampling(), 1, frozenset())
+    for i in range(3):
+        server.engine.submit(GenerationRequest(f"r{i}", prompt_of("llama", i), params, slot=1))
+    server.engine.submit(GenerationRequest("free", prompt_of("llama", 9), params))
+    events = run_all(server.engine)
+    assert {end_of(events, f"r{i}").timing.slot for i in range(3)} == {1}
+    assert end_of(events, "free").timing.slot != 1
+    assert len(tokens_of(events, "r2")) == 3

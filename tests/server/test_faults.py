@@ -1,0 +1,218 @@
+"""Faults at a real server process: clients that leave or do not read, hostile bodies, and the end of the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ..given.open_requests import read_until
+from ..given.waits import WAIT_SECONDS, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+ROOT = Path(sys.modules["hocket"].__file__ or "").parent
+MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
+PROCESS_SCRIPT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from hocket.cli import main; sys.exit(main(sys.argv[2:]))"
+)
+COMMAND = (sys.executable, "-c", PROCESS_SCRIPT, str(ROOT.parent))
+COMPLETION = {"prompt": "It is a truth universally acknowledged", "temperature": 0, "ignore_eos": True, "n_predict": 40}
+MAX_SENT_MEGABYTES = 40
+"""Megabytes that a client can send before its body is refused: the limit is 16 MiB, and sockets have buffers."""
+MAX_GROWTH_BYTES = 64 << 20
+"""Growth of the memory of the server by bodies of 100 MB."""
+
+
+class ServerProcess:
+    """A process of ``hocket serve`` at a port."""
+
+    def __init__(self, port: int, words: Sequence[str]) -> None:
+        command = [*COMMAND, "serve", str(MODEL), "--port", str(port), *words]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        while line and "serves" not in line:
+            line = self.process.stderr.readline()
+        assert line, "the server has ended"
+        self.url = line.split()[-1]
+        self.port = int(self.url.rpartition(":")[2])
+        wait_until(lambda: httpx.get(f"{self.url}/health").status_code == 200)
+
+    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=WAIT_SECONDS, **options)
+
+    def count_busy_slots(self) -> int:
+        return sum(slot["is_processing"] for slot in httpx.get(f"{self.url}/slots").json())
+
+    def read_memory(self) -> int:
+        """Return the bytes of memory of the process that belong to no file, swapped ones included."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "VmSwap"))) << 10
+
+    def open_stream(self, **body: object) -> socket.socket:
+        data = json.dumps({**COMPLETION, "stream": True, **body}).encode()
+        head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_SECONDS)
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+@contextmanager
+def run_server(port: int = 0, words: Sequence[str] = ("-np", "2", "-c", "256")) -> Iterator[ServerProcess]:
+    server = ServerProcess(port, words)
+    try:
+        yield server
+    finally:
+        with suppress(ProcessLookupError):
+            server.process.kill()
+        server.process.communicate()
+
+
+@pytest.fixture(name="server", scope="module")
+def shared_server() -> Iterator[ServerProcess]:
+    with run_server() as server:
+        yield server
+
+
+@pytest.fixture(name="text", scope="module")
+def text_alone(server: ServerProcess) -> str:
+    found: str = server.post("/completion", COMPLETION).json()["content"]
+    return found
+
+
+def test_clients_that_are_killed_leave_no_busy_slot(server: ServerProcess, text: str) -> None:
+    """Some clients leave in a stream, some while they wait; the text of a client that stays is the same."""
+    streams = [server.open_stream(n_predict=200) for _ in range(6)]
+    wait_until(lambda: server.count_busy_slots() == 2)
+    for stream in streams:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # the end is a reset
+        stream.close()
+    assert server.post("/completion", COMPLETION).json()["content"] == text
+    wait_until(lambda: server.count_busy_slots() == 0)
+
+
+def test_a_reader_that_reads_nothing_delays_no_other_client(server: ServerProcess, text: str) -> None:
+    with server.open_stream(n_predict=200) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        for _ in range(3):
+            assert server.post("/completion", COMPLETION).json()["content"] == text
+        first = slow.recv(1)
+        assert first == b"H"
+    wait_until(lambda: server.count_busy_slots() == 0)
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["length", "chunked"])
+def test_a_body_of_100_megabytes_is_refused(server: ServerProcess, is_declared: bool) -> None:
+    count, sent, part, before = 100, 0, b"x" * (1 << 20), server.read_memory()
+    length = f"Content-Length: {count << 20}" if is_declared else "Transfer-Encoding: chunked"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECONDS) as connection:
+        connection.sendall(f"POST /completion HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
+        with suppress(ConnectionError):
+            for _ in range(count):
+                connection.sendall(part if is_declared else b"%x\r\n%s\r\n" % (len(part), part))
+                sent += 1
+                connection.setblocking(False)
+                try:
+                    if connection.recv(1, socket.MSG_PEEK):
+                        break
+                except BlockingIOError:
+                    pass
+                finally:
+                    connection.settimeout(WAIT_SECONDS)
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert sent < MAX_SENT_MEGABYTES
+    assert server.read_memory() - before < MAX_GROWTH_BYTES
+
+
+DEEP = b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+LARGE_SCHEMA = json.dumps(
+    {"prompt": "a", "json_schema": {"enum": ["x" * 100 + str(i) for i in range(50_000)]}}
+).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"prompt": "a"',
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": 3}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": [1e300]}',
+        b'{"prompt": "a", "n_predict": "b"}',
+        b'{"prompt": "a", "n_predict": 99999999999999999999}',
+        DEEP,
+        LARGE_SCHEMA,
+    ],
+    ids=range(17),
+)
+def test_malformed_bodies_are_one_line_and_reach_no_engine(server: ServerProcess, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/completion", content=body, timeout=WAIT_SECONDS)
+    assert answer.status_code == 400, answer.text
+    assert len(answer.json()["error"]["message"].splitlines()) == 1
+    assert server.count_busy_slots() == 0
+
+
+def test_a_killed_server_ends_its_streams_and_is_started_again(text: str) -> None:
+    with run_server() as first:
+        port = first.port
+        with first.open_stream(n_predict=200) as stream:
+            assert stream.recv(65536).startswith(b"HTTP/1.1 200")
+            first.process.send_signal(signal.SIGKILL)
+            data = b""
+            with suppress(ConnectionError):
+                while part := stream.recv(65536):
+                    data += part
+            assert b"0\r\n\r\n" not in data  # the client sees that the stream has no end
+    assert first.process.returncode == -signal.SIGKILL
+    with run_server(port) as second:
+        assert second.port == port
+        assert second.post("/completion", COMPLETION).json()["content"] == text
+
+
+def test_a_saved_slot_outlives_the_process(tmp_path: Path) -> None:
+    """The talk goes on in another process with other devices, and no token is read again."""
+    words = ["-np", "2", "-c", "256", "--slot-save-path", str(tmp_path)]
+    body = {**COMPLETION, "return_tokens": True, "id_slot": 1}
+    with run_server(words=words) as first:
+        answer = first.post("/completion", body).json()
+        saved = first.post("/slots/1?action=save", {"filename": "talk"}).json()
+        prompt = first.post("/tokenize", {"content": COMPLETION["prompt"], "add_special": True}).json()["tokens"]
+        first.process.kill()
+    talk = {**COMPLETION, "prompt": [*prompt, *answer["tokens"], 9, 10], "n_predict": 1}
+    with run_server(words=[*words, "--devices", "cpu:0,cpu:1,cpu:2"]) as second:
+        assert second.post("/slots/0?action=restore", {"filename": "talk"}).json()["n_restored"] == saved["n_saved"]
+        timings = second.post("/completion", talk).json()["timings"]
+        assert timings["cache_n"] == saved["n_saved"] == len(prompt) + 39
+
+
+def test_a_log_outlives_a_killed_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with run_server(words=["-np", "2", "-c", "256", "--log-requests", str(log)]) as server:
+        server.post("/completion", COMPLETION)
+        with server.open_stream(n_predict=200) as stream:
+            read_until(stream, b"data: ")
+            server.process.kill()
+    replayed = subprocess.run([*COMMAND, "replay", str(log)], capture_output=True, text=True, check=False)
+    assert (replayed.returncode, replayed.stderr) == (0, "")
+    assert "2 requests" in replayed.stdout
+    assert os.stat(log).st_mode & 0o777 == 0o600
