@@ -109,7 +109,8 @@ def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     The struct ``Part`` in C++ has the same numbers.
     """
     rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
-    return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
+    own = 1 if dtype is DType.TQ1_0 and tokens > 2 else 2 if dtype is DType.Q8_0 or tokens > 1 else 4
+    return rows, 32 // rows * own
 
 
 def _count_shared_memory_items(columns: int, tokens: int) -> int:

@@ -33,7 +33,8 @@ struct Group {
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
 // sectors leave the most groups to be dealt.
 template <class F, int N> struct Part {
-    static constexpr int DOWN = F::SUPER <= 2 ? 16 : 8, OWN = F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
+    static constexpr bool IS_TIGHT = F::EXTRA > 16 && N > 2;  // digits of TQ1_0 take registers
+    static constexpr int DOWN = F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
     static constexpr int RECORDS = OWN > F::SUPER ? OWN / F::SUPER : 1;
     RowCodes<F> codes[OWN];
     typename F::Record records[RECORDS];
