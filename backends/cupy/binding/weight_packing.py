@@ -22,6 +22,21 @@ import numpy.typing as npt
 from ....graph.dtypes import DType
 from ....graph.spec import Spec
 from ....ops.quantisation import BLOCK_LAYOUTS
+from .small_type_planes import (
+    make_iq1_s_extra_plane,
+    make_iq2_xs_index_plane,
+    make_iq2_xs_sign_plane,
+    make_iq2_xxs_index_plane,
+    make_iq2_xxs_sign_plane,
+    make_iq3_xxs_sign_plane,
+    make_octet_index_plane,
+    make_q2_0_plane,
+    make_quad_index_plane,
+    make_sign_plane,
+    make_tq1_0_extra_plane,
+    make_tq1_0_low_plane,
+    place_column_bits,
+)
 
 U8 = npt.NDArray[np.uint8]
 BlockArray = npt.NDArray[Any]
@@ -144,20 +159,14 @@ def _swap_bits(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
 def _make_high_bit_plane_of_32(flip: bool) -> Callable[[BlockArray], U8]:
     """Return a function that makes a plane of the fifth bits of 5-bit codes, for blocks of 32 columns.
 
-    In the field, bit i belongs to column i. In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of
-    byte c.
+    `place_column_bits` describes the places.
 
     Args:
         flip: Whether all bits are inverted.
     """
-    table = np.zeros((4, 256), np.uint32)
-    for i in range(32):
-        half, t, c = i // 16, i // 4 % 4, i % 4
-        table[i // 8] |= (np.arange(256, dtype=np.uint32) >> i % 8 & 1) << (8 * c + 2 * t + half)
 
     def plane(blocks: BlockArray) -> U8:
-        qh = np.ascontiguousarray(blocks["qh"])
-        bits = table[0][qh[:, 0]] | table[1][qh[:, 1]] | table[2][qh[:, 2]] | table[3][qh[:, 3]]
+        bits = place_column_bits(blocks["qh"])
         return (~bits if flip else bits).view(np.uint8).reshape(len(blocks), 1, 4)
 
     return plane
@@ -254,6 +263,35 @@ PLANE_LAYOUTS: Mapping[DType, PlaneLayout] = MappingProxyType(
         DType.MXFP4: PlaneLayout((_CODEBOOK_NIBBLES, _make_field_plane("e"))),
         DType.NVFP4: PlaneLayout(
             (partial(_group_nibbles_for_codebook, _regroup_nibbles_into_32_columns), _make_byte_pair_plane("scales"))
+        ),
+        DType.TQ1_0: PlaneLayout((make_tq1_0_low_plane, make_tq1_0_extra_plane, _make_field_plane("d"))),
+        DType.TQ2_0: PlaneLayout((_make_two_bit_plane("qs", 0x55), _make_field_plane("d"))),
+        DType.Q1_0: PlaneLayout((make_sign_plane, _make_field_plane("d"))),
+        DType.Q2_0: PlaneLayout((make_q2_0_plane, _make_field_plane("d"))),
+        DType.IQ1_S: PlaneLayout((make_octet_index_plane, make_iq1_s_extra_plane, _make_field_plane("d"))),
+        DType.IQ1_M: PlaneLayout((make_octet_index_plane, _make_field_plane("qh"), _make_field_plane("scales"))),
+        DType.IQ2_XXS: PlaneLayout((make_iq2_xxs_index_plane, make_iq2_xxs_sign_plane, _make_field_plane("d"))),
+        DType.IQ2_XS: PlaneLayout(
+            (make_iq2_xs_index_plane, make_iq2_xs_sign_plane, _make_field_plane("scales"), _make_field_plane("d"))
+        ),
+        DType.IQ2_S: PlaneLayout(
+            (
+                make_octet_index_plane,
+                make_sign_plane,
+                _make_field_plane("qh"),
+                _make_field_plane("scales"),
+                _make_field_plane("d"),
+            )
+        ),
+        DType.IQ3_XXS: PlaneLayout((make_quad_index_plane, make_iq3_xxs_sign_plane, _make_field_plane("d"))),
+        DType.IQ3_S: PlaneLayout(
+            (
+                make_quad_index_plane,
+                make_sign_plane,
+                _make_field_plane("qh"),
+                _make_field_plane("scales"),
+                _make_field_plane("d"),
+            )
         ),
     }
 )

@@ -46,7 +46,7 @@ def test_launches_that_begin_early_are_in_order():
 
 WAIT, UNARY = "    wait_for_earlier();\n", "(const __grid_constant__ Unary a) {\n"
 NORM = "norm_by(const __grid_constant__ Rows a) {\n"
-ASKED = "            load(even);\n        }\n        wait_for_earlier();\n"
+ASKED = "            load(even);\n        }\n        if (start == 0) F::load_book();\n        wait_for_earlier();\n"
 PLANTED = {
     "a first kernel that never waits": ("elementwise.cu", UNARY + WAIT, UNARY),
     "a kernel that never waits": ("rows.cu", NORM + WAIT, NORM),

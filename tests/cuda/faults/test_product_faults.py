@@ -84,6 +84,7 @@ LONG, WIDE, MANY, FAR, TALL = (
     for shape in ((32, 4224, 1), (33, 96, 2), (600, 32, 1), (17, 8192, 4), (33, 288, 9))
 )
 HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
+QUADS, OCTETS = packed_product(DType.IQ3_S, 33, 256, 2), packed_product(DType.IQ2_XXS, 33, 256, 9)
 DENSE, ODD = dense_product(136), dense_product(133)
 SHARED, SHARED_ODD = dense_product(136, 72, shares=2), dense_product(136, shares=2)
 UNPACKED, HALVES, SMALL_BLOCKS = (
@@ -111,8 +112,8 @@ PLANTS = {
     "a row past the last is written": ("packed_few.cu", "if (row >= made.rows || n", "if (n", WIDE),
     "a high bit of the wrong column": (
         "packed.cuh",
-        "high[t * HIGH / 4] >> HIGH * (2 * t",
-        "high[t * HIGH / 4] >> HIGH * (t",
+        "window<HIGH>(high[t * HIGH / 4], t)",
+        "window<HIGH>(high[t * HIGH / 4], 0)",
         HIGH,
     ),
     "a stage is read before it is there": ("packed.cu", "cp_async_wait<0>();", "cp_async_wait<1>();", TALL),
@@ -138,6 +139,26 @@ PLANTS = {
     "the scale of another row": ("packed.cu", "mine.scale[h], g + 8 * i", "mine.scale[h], g + 4 * i", TALL),
     "the scale of another half": ("packed.cu", "scale[row][h], s);", "scale[row][0], s);", MIXED),
     "two bits of the wrong column": ("packed.cuh", ">> W * (2 * t % (8 / W))", ">> W * (t % (8 / W))", MIXED),
+    "entries of a book behind the first": (
+        "code_books.cuh",
+        "index |= (c.extra >> (4 * half + c.t) & 1) << 8",
+        "index |= (c.extra >> 4 * half & 1) << 8",
+        QUADS,
+    ),
+    "the eighth sign of a group is none": (
+        "code_books.cuh",
+        "return seven | ((all ^ all << 2) & 0xcc) << 24;",
+        "return seven;",
+        OCTETS,
+    ),
+    "the scale among the codes is left out": ("code_books.cuh", "SCALED = true;", "SCALED = false;", OCTETS),
+    "a book that others have not loaded": (
+        "packed.cu",
+        "    F::load_book();\n    __syncthreads();\n    T made;",
+        "    T made;\n    F::load_book();",
+        OCTETS,
+    ),
+    "digits of the wrong column": ("packed.cuh", "2 * (i - 5))", "i - 5)", packed_product(DType.TQ1_0, 33, 256, 1)),
     "an entry past the last is written": (
         "packed.cu",
         "if (entry < tile.z && row < a.rows)",

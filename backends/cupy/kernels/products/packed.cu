@@ -85,6 +85,7 @@ template <class F, int G, int WR, int WK> struct Tile {
 #pragma unroll
             for (int h = 0; h < H; h++) {
                 scale[i][h] = __shfl_sync(ALL_LANES, mine.scale[h], g + 8 * i);
+                if (F::SCALED) scale[i][h] *= F::factor(w.codes[i]);
                 if (F::BIAS) bias[i][h] = __shfl_sync(ALL_LANES, mine.bias[h], g + 8 * i);
             }
             a[i / 2][i % 2] = F::codes(w.codes[i], 0);
@@ -150,6 +151,7 @@ template <class F, int G, int WR, int WK> __global__ void __launch_bounds__(32 *
         slots[i] = slot;
         rows[i] = (i32)row_of(slot, a.used, a.shared);
     }
+    F::load_book();
     __syncthreads();
     T made;
     made.groups = (tile.z + 7) / 8;
@@ -207,11 +209,15 @@ template <class F, class Id> __global__ void unpack(const __grid_constant__ Unpa
     const i64 within = id % a.rows;
     const Unit<F> unit(a.w, id / a.rows * a.units + within / 32, a.blocks, a.row_bytes);
     const int row = (int)(within % 32);
+    if (F::BOOK) {
+        F::load_book();
+        __syncthreads();
+    }
     for (i64 i = threadIdx.x; i < 4 * a.blocks; i += blockDim.x) {
         const i64 block = i / 4;
         const int t = (int)(i % 4);
         const Codes c = unit.codes(block, row, t);
-        const Scales s = F::scales(unit.record(block, row), (int)(block % F::SUPER));
+        const Scales s = F::scaled(F::scales(unit.record(block, row), (int)(block % F::SUPER)), c);
         float *out = a.out + blockIdx.x * a.out_step + 32 * block + 4 * t;
 #pragma unroll
         for (int h = 0; h < 2; h++) {

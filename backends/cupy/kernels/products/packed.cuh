@@ -1,8 +1,10 @@
-// Packed weights: what kernels need to know of each quantised type.  ../packing.py lays them out.
+// Packed weights: what kernels need to know of each quantised type.  binding/weight_packing.py lays them out; coded.cuh has
+// the types with code books.
 //
 // Rows lie in units of 32, columns in blocks of 32; a thread of 32 has a row.  A unit takes the bytes that its rows take
 // in a file: first a plane of the codes' LOW bits, then one of their HIGH bits, [block][row] of 4 LOW and 4 HIGH bytes, then
 // the records, [record][row], which hold the scales of SUPER blocks.  (Of 8 bits the plane is [block][half][row] of 16.)
+// Types with bits that fill no words have them before the records, [super-block][row] of EXTRA bytes.
 //
 // The 32 codes of a row and block are 8 registers of 4 bytes: register 2 t + h has columns 16 h + 4 t to 16 h + 4 t + 3,
 // which is what lane t of a fragment of mma_s8 holds in half h.  A plane of W bits keeps register r in bits
@@ -12,7 +14,18 @@
 // bits stand at the upper end of their byte, so that they need no extension, and their scales are divided by 2^UP.
 
 struct Codes {  // of a row and block, as lane t of four sees them
-    u32 low[2], high;
+    u32 low[2], high, extra;
+    int t;
+};
+// Most types have codes without extra bits, a code book in shared memory or a factor of the scale among the codes.
+struct Plain {
+    static constexpr int EXTRA = 0, BOOK = 0;  // bytes of a row and super-block; entries
+    static constexpr bool SCALED = false;
+    static __device__ __forceinline__ u32 extra(const u8 *, int) { return 0; }  // of a row, and a block of its super-block
+    static __device__ __forceinline__ float factor(const Codes &) { return 1.0f; }
+    static __device__ __forceinline__ void load_book() {}
+    // Of a word of a plane of W bits, where lane t begins.
+    template <int W> static __device__ __forceinline__ u32 window(u32 word, int t) { return word >> W * (2 * t % (8 / W)); }
 };
 
 // Bits W `at` ... of each byte, moved to bit `to`.
@@ -21,7 +34,7 @@ template <int W> __device__ __forceinline__ u32 field(u32 word, int at, int to) 
     return (by >= 0 ? word << by : word >> -by) & 0x01010101u * ((1u << W) - 1) << to;
 }
 // Linear codes; `half` is known when this is compiled.
-template <int LOW_, int HIGH_, bool SIGNED> struct Linear {
+template <int LOW_, int HIGH_, bool SIGNED> struct Linear : Plain {
     static constexpr int LOW = LOW_, HIGH = HIGH_, UP = SIGNED ? 8 - LOW - HIGH : 0;
     static __device__ __forceinline__ u32 codes(const Codes &c, int half) {
         if (LOW == 8) return c.low[half];
@@ -31,7 +44,7 @@ template <int LOW_, int HIGH_, bool SIGNED> struct Linear {
     }
 };
 // Codes through a book of 16 bytes.  Its 4 codes of a half stand side by side, as __byte_perm wants its selectors.
-template <u32 A, u32 B, u32 C, u32 D> struct Book {
+template <u32 A, u32 B, u32 C, u32 D> struct Book : Plain {
     static constexpr int LOW = 4, HIGH = 0, UP = 0;
     static __device__ __forceinline__ u32 codes(const Codes &c, int half) {
         const u32 s = c.low[0] >> 16 * half, first = __byte_perm(A, B, s & 0x7777), second = __byte_perm(C, D, s & 0x7777);
@@ -40,6 +53,29 @@ template <u32 A, u32 B, u32 C, u32 D> struct Book {
 };
 using Nonlinear = Book<0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u>;
 using TwiceE2M1 = Book<0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu>;
+// TQ1_0: digits of base 3.  A byte has five digits of a column each, as 256/243 of their number, so that times 3 the upper
+// byte of 16 bits is the first digit and the lower byte has the others.  A word has registers 0 to 4; two extra bytes have
+// two digits of 5, 6 and 7 in turn, but for the last two columns, which are 2 bits each.
+struct Ternary : Plain {
+    static constexpr int LOW = 1, HIGH = 0, UP = 0, EXTRA = 20;
+    template <int W> static __device__ __forceinline__ u32 window(u32 word, int) { return word; }
+    static __device__ __forceinline__ u32 extra(const u8 *at, int block) {
+        return ((const u16 *)at)[block] | (u32)(at[16 + block / 2] >> 4 * (block % 2) & 15) << 16;
+    }
+    // Digit `i` of the bytes of a word.
+    static __device__ __forceinline__ u32 digits(u32 word, int i) {
+        const u32 power = (i & 1 ? 3 : 1) * (i & 2 ? 9 : 1) * (i & 4 ? 81 : 1), bytes = 0x00ff00ffu;
+        const u32 even = ((word & bytes) * power & bytes) * 3, odd = ((word >> 8 & bytes) * power & bytes) * 3;
+        return (even >> 8 & 0x00030003u) | (odd & 0x03000300u);
+    }
+    static __device__ __forceinline__ u32 codes(const Codes &c, int half) {
+        const int i = 2 * c.t + half;
+        if (i < 5) return digits(c.low[0], i);
+        const u32 first = c.extra & 0xffff, next = ((first & 0xff) * 3 & 0xff) | ((first >> 8) * 3 & 0xff) << 8;
+        const u32 found = digits(first | next << 16, 2 * (i - 5));
+        return i < 7 ? found : (found & 0xffff) | (c.extra & 0x30000) | (c.extra & 0xc0000) << 6;
+    }
+};
 
 // ------------------------------------------------------------------------------------------------------ records
 
@@ -52,15 +88,20 @@ template <class T> __device__ __forceinline__ T part(const u8 *records, i64 coun
 }
 __device__ __forceinline__ float byte_of(u32 word, int i) { return (float)(word >> 8 * i & 0xff); }
 
-struct OneScale {
-    static constexpr int SUPER = 1;
-    static constexpr bool HALVES = false, BIAS = false;
+// d of SUPER blocks; the scale and the bias are multiples of it.
+template <int SUPER_, int TIMES, int PLUS> struct Multiples {
+    static constexpr int SUPER = SUPER_;
+    static constexpr bool HALVES = false, BIAS = PLUS != 0;
     using Record = u16;
     static __device__ __forceinline__ Record load(const u8 *at, i64 count, int i, int row) {
         return part<u16>(at, count, 0, i, row);
     }
-    static __device__ __forceinline__ Scales scales(const Record &d, int) { return {{half_to_float(d)}, {}}; }
+    static __device__ __forceinline__ Scales scales(const Record &r, int) {
+        const float d = half_to_float(r);
+        return {{TIMES == 1 ? d : TIMES * d}, {PLUS == 0 ? 0.0f : PLUS * d}};
+    }
 };
+using OneScale = Multiples<1, 1, 0>;
 struct ScaleAndBias {
     static constexpr int SUPER = 1;
     static constexpr bool HALVES = false, BIAS = true;
@@ -208,6 +249,11 @@ template <class Code, class Scale> struct Format : Code, Scale {
         s.scale[1] *= 1.0f / (1 << Code::UP);
         return s;
     }
+    // With what codes have of a scale.
+    static __device__ __forceinline__ Scales scaled(Scales s, const Codes &c) {
+        if (Code::SCALED) s.scale[0] *= Code::factor(c);
+        return s;
+    }
 };
 using Q4_0 = Format<Linear<4, 0, true>, OneScale>;
 using Q4_1 = Format<Linear<4, 0, false>, ScaleAndBias>;
@@ -223,6 +269,10 @@ using IQ4_NL = Format<Nonlinear, OneScale>;
 using IQ4_XS = Format<Nonlinear, SixBitsApart>;
 using MXFP4 = Format<TwiceE2M1, Exponent>;
 using NVFP4 = Format<TwiceE2M1, SmallFloats>;
+using TQ1_0 = Format<Ternary, Multiples<8, 1, -1>>;
+using TQ2_0 = Format<Linear<2, 0, true>, Multiples<8, -1, 0>>;  // its codes are packed as 1 - code: from -2 to 1
+using Q1_0 = Format<Linear<1, 0, false>, Multiples<4, 2, -1>>;
+using Q2_0 = Format<Linear<2, 0, true>, Multiples<2, -1, 0>>;  // as TQ2_0
 
 // ------------------------------------------------------------------------------------------------ where codes lie
 
@@ -233,8 +283,14 @@ template <class F> struct Unit {
     __device__ __forceinline__ Unit(const u8 *w, i64 unit, i64 blocks, i64 row_bytes) {
         low = w + (u64)(u32)(32 * unit) * (u32)row_bytes;
         high = low + 128 * blocks * F::LOW;
-        records = high + 128 * blocks * F::HIGH;
         count = blocks / F::SUPER;
+        records = high + 128 * blocks * F::HIGH + 32 * count * F::EXTRA;
+    }
+    // Extra bits of the block that is `i` behind another one of the same super-block.
+    __device__ __forceinline__ u32 extra(u32 block, u32 i, int row) const {
+        if (F::EXTRA == 0) return 0;
+        const u8 *const first = records - 32 * count * F::EXTRA;
+        return F::extra(first + F::EXTRA * (32 * (block / 8) + row), (int)(block % 8 + i));
     }
     __device__ __forceinline__ typename F::Record record(int block, int row) const {
         return F::load(records, count, (int)((u32)block / F::SUPER), row);
@@ -250,10 +306,12 @@ template <class F> struct Unit {
             c.low[0] = window<F::LOW>(low, block, row, t);
         }
         if (F::HIGH) c.high = window<F::HIGH == 0 ? 1 : F::HIGH>(high, block, row, t);
+        c.extra = extra((u32)block, 0, row);
+        c.t = t;
         return c;
     }
     template <int W> static __device__ __forceinline__ u32 window(const u8 *plane, i64 block, int row, int t) {
-        return ((const u32 *)(plane + 128 * W * block + 4 * W * row))[t * W / 4] >> W * (2 * t % (8 / W));
+        return F::template window<W>(((const u32 *)(plane + 128 * W * block + 4 * W * row))[t * W / 4], t);
     }
 };
 
@@ -270,7 +328,7 @@ template <int WORDS> __device__ __forceinline__ void load_words(u32 *to, const u
 }
 template <class F> struct RowCodes {  // of a row and block, all in one thread
     static constexpr int HIGH = F::HIGH ? F::HIGH : 1;
-    u32 low[F::LOW], high[HIGH];
+    u32 low[F::LOW], high[HIGH], extra;
     // Of the block that is `i` behind another one: `i` is known when this is compiled, and one address does for all of them.
     __device__ __forceinline__ void load(const Unit<F> &u, u32 block, u32 i, int row) {
         constexpr u32 WORDS = F::LOW < 4 ? F::LOW : 4;
@@ -278,10 +336,11 @@ template <class F> struct RowCodes {  // of a row and block, all in one thread
 #pragma unroll
         for (u32 w = 0; w < F::LOW; w += WORDS) load_words<WORDS>(low + w, first + 128 * w);
         if (F::HIGH) load_words<HIGH>(high, u.high + (128 * HIGH * block + 4 * HIGH * row) + 128 * HIGH * i);
+        if (F::EXTRA) extra = u.extra(block, i, row);
     }
     __device__ __forceinline__ Codes at(int t) const {
         if (F::LOW == 8) return {{low[t], low[(4 + t) % F::LOW]}, 0};
-        const u32 first = low[t * F::LOW / 4 % F::LOW] >> F::LOW * (2 * t % (8 / F::LOW));
-        return {{first}, high[t * HIGH / 4] >> HIGH * (2 * t % (8 / HIGH))};
+        const u32 first = F::template window<F::LOW>(low[t * F::LOW / 4 % F::LOW], t);
+        return {{first}, F::template window<HIGH>(high[t * HIGH / 4], t), extra, t};
     }
 };

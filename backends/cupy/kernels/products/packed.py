@@ -16,8 +16,13 @@ from ...device.device_limits import DEFAULT_SHARED_BYTES
 from ...device.driver import KernelSource
 from .routes import NO_SUM_FIELDS, NO_UNIT, WeightedExpertSum, WeightsAndResults, pad_product_fields
 
-PACKED_HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
-BLOCK_COLUMNS = 32
+CODE_BOOK_ENTRIES = {
+    **{DType.IQ1_S: 2048, DType.IQ1_M: 2048},
+    **{DType.IQ2_XXS: 256, DType.IQ2_XS: 512, DType.IQ2_S: 1024, DType.IQ3_XXS: 256, DType.IQ3_S: 512},
+}
+"""Entries of the code book that kernels of a dtype have in shared memory, 4 bytes each."""
+CODE_BOOK_HEADERS = ("book_levels.cuh", "code_books.cuh")
+BLOCK_COLUMNS, MAX_RECORD_COLUMNS = 32, 64
 STAGE_BLOCKS, QUANTISED_BLOCKS_PER_WARP = 4, 8
 """Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 MAX_GEMV_WARPS, SHARED_ITEM_BYTES = 16, 16
@@ -35,24 +40,38 @@ TOKEN_COUNTS = (1, 2, 4)
 ID_TYPE_NAMES = {DType.I32: "i32", DType.I64: "i64"}
 
 
+def list_format_headers(dtype: DType | None) -> tuple[str, ...]:
+    """List the headers that describe the packed format of a dtype; `None` for a source without formats."""
+    return ("packed.cuh", *(CODE_BOOK_HEADERS if dtype in CODE_BOOK_ENTRIES else ()))
+
+
+def count_code_book_bytes(dtype: DType) -> int:
+    """Return the bytes of shared memory that kernels of a dtype declare for its code book; 0 if it has none."""
+    return 4 * CODE_BOOK_ENTRIES.get(dtype, 0)
+
+
+def _list_packed_headers(dtype: DType | None) -> tuple[str, ...]:
+    return ("routes.cuh", *list_format_headers(dtype), "rounding.cuh")
+
+
 def _make_packed_source(dtype: DType) -> KernelSource:
     name = dtype.name
     tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL_TILE, TALL_TILE, LARGE_TILE))
     return KernelSource(
-        "packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in ID_TYPE_NAMES.values())), PACKED_HEADERS
+        "packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in ID_TYPE_NAMES.values())), _list_packed_headers(dtype)
     )
 
 
-BLOCK_RECORD_DTYPES = frozenset((*(dtype for dtype in PLANE_LAYOUTS if dtype.block == BLOCK_COLUMNS), DType.NVFP4))
-"""Dtypes with a separate record for each block of columns. A block of NVFP4 has two of them."""
+BLOCK_RECORD_DTYPES = frozenset(dtype for dtype in PLANE_LAYOUTS if dtype.block <= MAX_RECORD_COLUMNS)
+"""Dtypes with a record for each one or two blocks of columns."""
 TILED_SOURCE_BY_DTYPE = {dtype: _make_packed_source(dtype) for dtype in PLANE_LAYOUTS}
 GEMV_SOURCE_BY_DTYPE = {
     t: KernelSource(
-        "packed_few.cu", (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"), PACKED_HEADERS
+        "packed_few.cu", (*(f"few<{t.name}, {n}>" for n in TOKEN_COUNTS), f"summed<{t.name}>"), _list_packed_headers(t)
     )
     for t in PLANE_LAYOUTS
 }
-SHARED_SOURCE = KernelSource("packed.cu", ("round_rows",), PACKED_HEADERS)
+SHARED_SOURCE = KernelSource("packed.cu", ("round_rows",), _list_packed_headers(None))
 SOURCES = (SHARED_SOURCE, *TILED_SOURCE_BY_DTYPE.values(), *GEMV_SOURCE_BY_DTYPE.values())
 
 
@@ -90,7 +109,8 @@ def _choose_warp_tile(dtype: DType, tokens: int) -> tuple[int, int]:
     The struct ``Part`` in C++ has the same numbers.
     """
     rows = 16 if dtype in BLOCK_RECORD_DTYPES else 8
-    return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
+    own = 1 if dtype is DType.TQ1_0 and tokens > 2 else 2 if dtype is DType.Q8_0 or tokens > 1 else 4
+    return rows, 32 // rows * own
 
 
 def _count_shared_memory_items(columns: int, tokens: int) -> int:
@@ -141,7 +161,8 @@ def launch_gemv(
     of_block = max(step, count_blocks(min(even, MAX_BLOCK_RESULTS // (count * rows)), step) * step)
     all_chunks = max(1, count_blocks(w.shape[-1], BLOCK_COLUMNS * columns))
     of_sums = 4 * count * rows * (MAX_GEMV_WARPS + 2 * of_block)
-    fit = (DEFAULT_SHARED_BYTES - of_sums) // (SHARED_ITEM_BYTES * _count_shared_memory_items(8, count)) * 8 // columns
+    room = DEFAULT_SHARED_BYTES - count_code_book_bytes(w.dtype) - of_sums
+    fit = room // (SHARED_ITEM_BYTES * _count_shared_memory_items(8, count)) * 8 // columns
     chunks = count_blocks(all_chunks, count_blocks(all_chunks, fit))
     of_warp = count_blocks(of_block * chunks, MAX_GEMV_WARPS)
     warps = count_blocks(of_block * chunks, of_warp)
@@ -184,7 +205,8 @@ def launch_summed_gemv(
     shared = SHARED_ITEM_BYTES * _count_shared_memory_items(
         entries * count_blocks(chunks * columns, 8) * 8, 1
     ) + 4 * rows * (MAX_GEMV_WARPS + 2 * of_block)
-    require_supported(shared <= DEFAULT_SHARED_BYTES, "x of all entries is too long for shared memory")
+    room = DEFAULT_SHARED_BYTES - count_code_book_bytes(w.dtype)
+    require_supported(shared <= room, "x of all entries is too long for shared memory")
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[LaunchWord]] = [
         [m, o, 0, _count_row_units(m), m.shape[-2], compute_row_stride(o)] for m, o in products

@@ -33,8 +33,9 @@ struct Group {
 // A part is a group of DOWN rows and a chunk of columns, of which a lane has OWN blocks of a row.  The fewest rows that fill
 // sectors leave the most groups to be dealt.
 template <class F, int N> struct Part {
-    static constexpr int DOWN = F::SUPER == 1 ? 16 : 8, OWN = F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
-    static constexpr int RECORDS = F::SUPER == 1 ? OWN : 1;
+    static constexpr bool IS_TIGHT = F::EXTRA > 16 && N > 2;  // digits of TQ1_0 take registers
+    static constexpr int DOWN = F::SUPER <= 2 ? 16 : 8, OWN = IS_TIGHT ? 1 : F::LOW == 8 || N > 1 ? 2 : 4, CHUNK = OWN * 32 / DOWN;
+    static constexpr int RECORDS = OWN > F::SUPER ? OWN / F::SUPER : 1;
     RowCodes<F> codes[OWN];
     typename F::Record records[RECORDS];
     __device__ __forceinline__ void load(const Unit<F> &unit, int block, int end, int row) {
@@ -50,13 +51,14 @@ template <class F, int N> struct Part {
     }
     __device__ __forceinline__ void load_one(const Unit<F> &unit, int block, int i, int row) {
         codes[i].load(unit, (u32)block, (u32)i, row);
-        if (i < RECORDS) records[i] = unit.record(block + i, row);
+        if (i % F::SUPER == 0) records[i / F::SUPER] = unit.record(block + i, row);
     }
     // Adds the products with N rows of x, whose block `block` stands at `x`.
     __device__ __forceinline__ void add(float (&sum)[N], const uint4 *x, int block) const {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const Scales s = F::scales(records[i % RECORDS], F::SUPER == 1 ? 0 : (int)((u32)block % F::SUPER & -OWN) | i);
+            const Scales own = F::scales(records[i / F::SUPER % RECORDS], F::SUPER == 1 ? 0 : (int)((u32)block % F::SUPER & -OWN) | i);
+            const Scales s = F::scaled(own, codes[i].at(0));
             u32 q[2][4];
 #pragma unroll
             for (int t = 0; t < 4; t++) {
@@ -148,6 +150,7 @@ template <class F, int N, bool SUMS> __device__ __forceinline__ void multiply(co
             enter();
             load(even);
         }
+        if (start == 0) F::load_book();
         wait_for_earlier();
         const u32 rows = SUMS ? own_entries : N;
         auto row_at = [&](u32 i) {

@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(256) add_shares(const __grid_constant__ Shares
 // -------------------------------------------------------------------------------------------------- packed weights
 
 // The 32 weights of a row and block, as pairs of bfloat16.
-template <class F> __device__ __forceinline__ void unpack_row(u32 (&to)[16], const RowCodes<F> &codes, const Scales &s) {
+template <class F> __device__ __forceinline__ void unpack_row(u32 (&to)[16], const RowCodes<F> &codes, const Scales &own) {
+    const Scales s = F::scaled(own, codes.at(0));
     constexpr float BASE = F::BIAS ? 8388608.0f : 8388736.0f;  // 2^23, and 128 for what makes signed codes unsigned
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -285,6 +286,7 @@ template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __g
     const int4 tile = a.tiles[blockIdx.x];
     if (tile.z == 0) return;
     const i64 first = (i64)blockIdx.y * S::ROWS;
+    F::load_book();  // for all threads from the barrier of the next line on
     Block block(a, tile, slots, rows);
     if (tile.x >= 0) {
         // A warp brings a block of 32 columns of a unit of 32 rows.

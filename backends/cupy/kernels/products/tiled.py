@@ -18,6 +18,7 @@ from ...binding.launch_builder import LaunchBuilder, LaunchWord, compute_row_str
 from ...binding.weight_packing import PLANE_LAYOUTS, UNIT_ROWS
 from ...device.driver import KernelInstance, KernelSource
 from ..elementwise import CUDA_TYPE_NAMES
+from .packed import count_code_book_bytes, list_format_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +63,47 @@ On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by 
 STAGE_COLUMNS = 64
 """Rows of terms are padded with zeros to a multiple of these columns."""
 FLOAT_DTYPES = (DType.F16, DType.BF16)
-TILED_HEADERS = ("columns.cuh", "routes.cuh", "packed.cuh")
 
 
-def _make_tiled_source(*names: str) -> KernelSource:
-    return KernelSource("tiled.cu", names, TILED_HEADERS)
+def _list_tiled_headers(dtype: DType | None) -> tuple[str, ...]:
+    return ("columns.cuh", "routes.cuh", *list_format_headers(dtype))
 
 
-def _make_warpgroup_source(*names: str) -> KernelSource:
-    return KernelSource("warpgroups.cu", names, (*TILED_HEADERS, "tiled.cu", "wgmma.cuh"), architectures=("sm_90a",))
+def _make_tiled_source(dtype: DType | None, *names: str) -> KernelSource:
+    return KernelSource("tiled.cu", names, _list_tiled_headers(dtype))
+
+
+def _make_warpgroup_source(dtype: DType, *names: str) -> KernelSource:
+    before = (*_list_tiled_headers(dtype), "tiled.cu", "wgmma.cuh")
+    return KernelSource("warpgroups.cu", names, before, architectures=("sm_90a",))
 
 
 def _make_cluster_source(t: DType) -> KernelSource:
     names = (f"{kernel}<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2) for kernel in ("split_tiles", "clustered"))
-    before = (*TILED_HEADERS, "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
+    before = (*_list_tiled_headers(t), "tiled.cu", "wgmma.cuh", "warpgroups.cu", "cluster.cuh")
     return KernelSource("clusters.cu", tuple(names), before, architectures=("sm_90a",))
 
 
 TILED_SOURCE_BY_DTYPE = {
     **{
         t: _make_tiled_source(
+            t,
             f"split_rows<{CUDA_TYPE_NAMES[t]}, 2>",
             *(f"tiled<{CUDA_TYPE_NAMES[t]}, {n}>" for n in (SMALL_TILE, LARGE_TILE, TALL_TILE)),
         )
         for t in FLOAT_DTYPES
     },
-    **{t: _make_tiled_source(f"tiled_packed<{t.name}>") for t in PLANE_LAYOUTS},
+    **{t: _make_tiled_source(t, f"tiled_packed<{t.name}>") for t in PLANE_LAYOUTS},
 }
 WARPGROUP_SOURCE_BY_DTYPE = {
     **{
-        t: _make_warpgroup_source(*(f"grouped<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2)))
+        t: _make_warpgroup_source(t, *(f"grouped<{CUDA_TYPE_NAMES[t]}, {terms}>" for terms in (1, 2)))
         for t in FLOAT_DTYPES
     },
-    **{t: _make_warpgroup_source(f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PLANE_LAYOUTS},
+    **{t: _make_warpgroup_source(t, f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PLANE_LAYOUTS},
 }
 CLUSTER_SOURCE_BY_DTYPE = {t: _make_cluster_source(t) for t in FLOAT_DTYPES}
-SHARED_SOURCE = _make_tiled_source(*(f"split_rows<{CUDA_TYPE_NAMES[t]}, 1>" for t in FLOAT_DTYPES), "add_shares")
+SHARED_SOURCE = _make_tiled_source(None, *(f"split_rows<{CUDA_TYPE_NAMES[t]}, 1>" for t in FLOAT_DTYPES), "add_shares")
 SOURCES = (
     SHARED_SOURCE,
     *TILED_SOURCE_BY_DTYPE.values(),
@@ -142,7 +148,8 @@ def choose_tile_shape(
     def has_enough_tiles(tile: TileShape, shares: int, many: int) -> bool:
         """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = count_blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
-        return launches.can_allocate_shared_bytes(_compute_shared_bytes(w.dtype, tile)) and shares * tiles >= many
+        shared_bytes = _compute_shared_bytes(w.dtype, tile) + count_code_book_bytes(w.dtype)
+        return launches.can_allocate_shared_bytes(shared_bytes) and shares * tiles >= many
 
     if not (w.dtype in PLANE_LAYOUTS or w.dtype in FLOAT_DTYPES):
         return None

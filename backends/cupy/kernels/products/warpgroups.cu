@@ -218,6 +218,7 @@ template <class T, int TERMS> __global__ void __launch_bounds__(THREADS) grouped
 }
 template <class F> __global__ void __launch_bounds__(THREADS) grouped_packed(const __grid_constant__ Grouped<u8> a) {
     wait_for_earlier();
+    F::load_book();  // there is a barrier before the first weights are unpacked
     multiply_tile<bf16_bits, 1, 4, Packed<F>>(a);
 }
 
@@ -234,6 +235,10 @@ template <class F> __global__ void __launch_bounds__(128) unpacked(const __grid_
     SHARED(lines, uint4[4][32][LINE_PIECES]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = (int)(blockIdx.x * 4 + warp) * EACH, blocks = (int)a.blocks;
     const Unit<F> unit(a.w, blockIdx.y, a.blocks, a.row_bytes);
+    if (F::BOOK) {
+        F::load_book();
+        __syncthreads();
+    }
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         if (first + i >= blocks) break;
