@@ -98,3 +98,12 @@ class PackedWeightFiles:
                 for other in version.parent.iterdir():
                     if other != version:
                         shutil.rmtree(other, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFileKey:
+    """The key of a packed weight file: the folder, the source of the weight, and the part of it on one device."""
+
+    packed_files: PackedWeightFiles
+    origin: WeightOrigin
+    share_text: str

@@ -17,7 +17,6 @@ from ...graph.array_checks import as_array_for_spec, as_block_bytes
 from ...graph.attrs import quote_node_name
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
-from ...graph.lazy_dataclass import dataclass
 from ...graph.node import view_constant_array
 from ...graph.old_names import warn_of_old_name
 from ...graph.spec import Spec
@@ -28,7 +27,7 @@ from ..ir.formatting import format_bytes
 from ..ir.layout import REPLICATE, Layout, Local, Replicate, Shard, compute_local_shape
 from ..lowering.device_plan import DEVICES_KIND, DevicePlan, Devices
 from .device_locks import DeviceLock
-from .packed_weight_files import PackedWeightFiles, WeightOrigin
+from .packed_weight_files import PackedFileKey, PackedWeightFiles, WeightOrigin
 from .shared_buffers import Arena, WeightCopies
 from .state_view import LocalShard, StateView, slice_for_device
 from .weight_digests import LoadedWeightDigests, compute_digest
@@ -258,15 +257,6 @@ class Store:
             number: device.list_program_buffers(plan.device_plans[number])
             for number, device in self._device_buffers.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFileKey:
-    """The key of a packed weight file: the folder, the source of the weight, and the part of it on one device."""
-
-    packed_files: PackedWeightFiles
-    origin: WeightOrigin
-    share_text: str
 
 
 class _DeviceBuffers:

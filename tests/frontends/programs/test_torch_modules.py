@@ -27,7 +27,7 @@ needs_torchvision = pytest.mark.skipif(
 
 ONE_DEVICE = {"devices": "cpu:0"}
 TWO_DEVICES = {"devices": "cpu:0,cpu:1", "split_mode": "tensor"}
-MAX_NMSE = {"transformers": 1e-10, "torchvision": 1e-9}
+MAX_MODULE_NMSE = {"transformers": 1e-10, "torchvision": 1e-9}
 """By package; the deepest models of `torchvision` round to 1.4e-10 after their parameters have grown."""
 MAX_ENTRY_ERROR = 1e-4
 """Largest difference of an entry, relative to the largest entry of the tensor."""
@@ -125,7 +125,7 @@ def check_class(make, package, options, bound_sets, monkeypatch, min_sets=2):
     break_in_parts(parts, monkeypatch.setattr)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        turns = assert_models_take_turns(first, second, arguments, options, MAX_NMSE[package])
+        turns = assert_models_take_turns(first, second, arguments, options, MAX_MODULE_NMSE[package])
         next(turns)
         set_count = max(map(len, bound_sets.values()))
         for _ in turns:

@@ -14,14 +14,14 @@ from hocket.scheduler.ir.layout import Shard
 from hocket.scheduler.runtime.shared_buffers import WeightCopies
 
 ROWS, COLUMNS = 32, 16
-LAYOUTS = {
+SHARD_LAYOUTS = {
     "a range of rows": Shard(0, (((0, 16),), ((16, 16),))),
     "ranges of rows": Shard(0, (((0, 8), (16, 8)), ((8, 8), (24, 8)))),
     "ranges of columns": Shard(1, (((0, 4), (8, 4)), ((4, 4), (12, 4)))),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", SHARD_LAYOUTS.values(), ids=SHARD_LAYOUTS)
 def test_a_shard_that_is_no_view_of_the_weight_is_a_copy_that_is_refreshed(layout, monkeypatch):
     """A shard of several ranges is joined in new memory, which a device must not take for the memory of the weight."""
     spec = Spec((ROWS, COLUMNS), DType.F32)
