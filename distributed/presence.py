@@ -38,7 +38,7 @@ class ExitParticipant(Protocol):
     def announce_end(self, why: str) -> None:
         """Tell the other ranks that this process ends, and why."""
 
-    def await_ends(self) -> None:
+    def await_exit_announcements(self) -> None:
         """Wait until all other ranks have told that they end, or until a rank fails."""
 
 
@@ -75,7 +75,10 @@ def create_rank_note() -> None:
 
 
 def register_exit_participant(partner: ExitParticipant) -> None:
-    """Register a participant: at the end of this process `announce_end` and `await_ends` are called, if it is alive."""
+    """Register a participant.
+
+    If it is alive at the end of this process, `announce_end` and `await_exit_announcements` are called.
+    """
     _partners.append(ref(partner))
 
 
@@ -106,7 +109,7 @@ def _end_rank(pid: int) -> None:
     for partner in partners:
         partner.announce_end(why)
     for partner in partners:
-        partner.await_ends()
+        partner.await_exit_announcements()
     if _losses:
         if error is None:
             os.write(2, f"hocket: {_losses[0]}\n".encode())

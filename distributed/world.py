@@ -269,7 +269,7 @@ class World:
         if not self._done.is_set():
             self._send_control(LAST + why.encode())
 
-    def await_ends(self) -> None:
+    def await_exit_announcements(self) -> None:
         """Wait until the scripts of all ranks end, as MPI does at its end, or until a rank fails."""
         while not self._done.is_set() and self.failure is None:
             if all(rank in self._last_words for rank in self._others):

@@ -126,7 +126,7 @@ def compare_op_seconds(plan: Plan, steps: MeasuredPlan) -> Iterator[tuple[str, f
         zip(plan.device_plans[0].program.instructions, steps.steps_by_device[0], strict=True)
     ):
         if step is not None:
-            sums[i.op][0] += plan.instruction_costs[0].cost_of(at).seconds
+            sums[i.op][0] += plan.instruction_costs[0].get_cost(at).seconds
             sums[i.op][1] += step.seconds
     for op, (predicted, took) in sorted(sums.items(), key=lambda item: -item[1][1]):
         yield op, predicted, took

@@ -52,7 +52,11 @@ class PlanData:
         measured = None if self.times is None else self._build_measured_data(self.times)
         return {
             "summary": format_summary(plan),
-            "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
+            "cost": {
+                "total": plan.cost.total,
+                "collectives": plan.cost.collectives,
+                "meetings": plan.cost.collective_count,
+            },
             "decisions": format_search_lines(plan),
             "hinted": {self.graph.number[self.node[name]]: str(hint) for name, hint in advice.items()},
             "devices": [self._build_device_data(d) for d in range(len(plan.device_plans))],
@@ -126,7 +130,7 @@ class PlanData:
             "node": origin,
             "own": own,
             "block": self._assign_instruction_blocks(origin),
-            "cost": [self.costs(prices.cost_of(at)) for at in range(len(program.instructions))],
+            "cost": [self.costs(prices.get_cost(at)) for at in range(len(program.instructions))],
             "spec": [self.specs((i.dst[0].shape, i.dst[0].dtype)) for i in program.instructions],
             "calls": self._number_kernel_calls(device_plan),
             "last": last,

@@ -62,7 +62,7 @@ def format_comparison_rows(path: str) -> Iterator[tuple[str, ...]]:
                 format_seconds(before.total),
                 format_seconds(before.collectives),
                 format_seconds(after.total),
-                format_seconds(after.collectives - after.hidden),
+                format_seconds(after.collectives - after.overlapped_seconds),
                 *(chunks or ["-"]),
                 f"{before.total / after.total - 1:.0%}",
             )

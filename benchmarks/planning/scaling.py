@@ -72,7 +72,11 @@ def describe_time_use(plan: Plan) -> str:
     )
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
     shares_text = ", ".join(f"{name} {max(0.0, seconds) / total:.0%}" for name, seconds in parts.items())
-    return f"{shares_text} ({plan.cost.hidden / total:.0%} overlapped)" if plan.cost.hidden else shares_text
+    return (
+        f"{shares_text} ({plan.cost.overlapped_seconds / total:.0%} overlapped)"
+        if plan.cost.overlapped_seconds
+        else shares_text
+    )
 
 
 def find_best_unused(plan: Plan, used: int) -> str:

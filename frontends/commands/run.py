@@ -76,7 +76,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     help_text = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=help_text)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
-    add_chat_flags(sub)
+    add_chat_template_flags(sub)
     sub.add_argument("--save-state", metavar="FILE", help="write the state of the session to a file, to continue later")
     sub.add_argument("--load-state", metavar="FILE", help="continue from a saved state, on any number of devices")
     sub.add_argument(
@@ -104,7 +104,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     add_session_flags(sub)
 
 
-def add_chat_flags(sub: argparse.ArgumentParser) -> None:
+def add_chat_template_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template and its variables."""
     names = ("--chat-template", "--chat-template-file")
     sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) instead of the model's own")
@@ -439,7 +439,7 @@ def format_memory_usage(session: Session) -> str:
     for device, used_bytes in zip(local_devices, store.nbytes(), strict=True):
         parts.append(f"{device}: " + ", ".join(f"{kind} {format_bytes(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
-        parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.nread)} of weights")
+        parts.append(f"{world.describe_rank(world.rank)} read {format_bytes(store.loaded_byte_count)} of weights")
     else:
         used = {str(device) for _, device in session.group}
         named = [str(find_device(resolve_device_name(name, session.on))[1]) for name in session.on.devices]

@@ -102,7 +102,7 @@ class MtpDrafter:
         """
         session, token, tokens = self.session, known[-1], list[int]()
         seen, at = session.mtp_rows[0][-1:], session.lengths[0]
-        with session.store.turn:
+        with session.store.device_lock:
             while len(tokens) < count:
                 step = session.make_step(1, at + 1, 1, "guess", self.choose_block_for_draft(len(tokens)))
                 outputs = session.executor(step).run(

@@ -51,7 +51,7 @@ class MicroBatchedSession:
         self.sequence_ranges = tuple(range(start, end) for start, end in pairwise(ends))
         """The numbers of the sequences in each micro-batch."""
         self.sequences = self.sequence_ranges[-1].stop
-        self.device_lock = first.store.turn
+        self.device_lock = first.store.device_lock
 
     @property
     def lengths(self) -> list[int]:

@@ -27,14 +27,14 @@ def make_checkpoint(session: Session) -> SessionCheckpoint:
 
     KV caches need no copy: later tokens only write cells after the end of a sequence, which are not read.
     """
-    with session.store.turn:
+    with session.store.device_lock:
         states = {n: np.array(session.store.state(n)) for n in session.state_names if not session.is_cache(n)}
         return SessionCheckpoint(tuple(session.lengths), tuple(session.recent), states)
 
 
 def restore_checkpoint(session: Session, checkpoint: SessionCheckpoint) -> None:
     """Reset a session to one of its checkpoints."""
-    with session.store.turn:
+    with session.store.device_lock:
         for name, array in checkpoint.states.items():
             session.store.state(name)[...] = array
         session.lengths, session.recent = list(checkpoint.lengths), list(checkpoint.recent)
@@ -49,7 +49,7 @@ def rewind_last_step(session: Session, token_count: int) -> None:
     Raises:
         ModelError: The last call was not reversible, or has fewer tokens.
     """
-    with session.store.turn:
+    with session.store.device_lock:
         before = session.reversible_step
         if before is None or not 1 <= token_count <= len(before.chunk[0]):
             raise ModelError(

@@ -92,7 +92,7 @@ def capture_state(
         talk: The conversation to save with it, if any.
     """
     first = session.sessions[0]
-    with first.store.turn:
+    with first.store.device_lock:
         header = {
             "format": STATE_FORMAT,
             "model": compute_model_digest(session.model),
@@ -163,7 +163,7 @@ def apply_state(session: Session | MicroBatchedSession, state: SavedState, path:
         }
         if {name: a.shape for name, a in arrays.items()} != expected_shapes:
             raise ValueError("its states have other names or shapes")
-    with session.sessions[0].store.turn:
+    with session.sessions[0].store.device_lock:
         for i in range(session.sequences):
             session.reset(i)
         for one, own in _pair_sessions_with_lengths(session, lengths):

@@ -179,7 +179,7 @@ class Session:
             reversible: Let `rewind.rewind_last_step` shorten this call, which may have one batch of tokens at most.
         """
         token_ids = [as_token_ids(i, new) for i, new in enumerate(tokens)]
-        with self.store.turn:
+        with self.store.device_lock:
             self.require_valid_tokens(token_ids, hidden)
             longest = max(map(len, token_ids))
             sizes = self.choose_chunk_sizes(longest, max(self.lengths), reversible)
@@ -370,7 +370,7 @@ class Session:
     def compare_with_device(self, tokens: Sequence[int], device: str) -> Iterator[ValueDifference]:
         """Append tokens in one step; yield how each value differs if its op runs on `device` with the same operands."""
         new = as_token_ids(0, tokens)
-        with self.store.turn:
+        with self.store.device_lock:
             self.require_valid_tokens([new])
             step = self.make_step(len(new), self.lengths[0] + len(new))
             raw = {name: tensor.raw for name, tensor in self.model.tensors.items()}
@@ -383,7 +383,7 @@ class Session:
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
         """Return the executor of a step, its plan bound to the memory of this session; the first call binds it."""
-        with self.store.turn, ImmediateInterrupts():
+        with self.store.device_lock, ImmediateInterrupts():
             if step not in self._executors:
                 start = time.perf_counter()
                 label = f"{step.tokens} token{'s' * (step.tokens > 1)}, {step.cells} cells"
@@ -418,7 +418,7 @@ class Session:
             self._set_trace(before)
 
     def _set_trace(self, trace: Trace | None) -> None:
-        with self.store.turn:
+        with self.store.device_lock:
             self.trace = trace
             for executor in self._executors.values():
                 executor.trace = trace
@@ -436,7 +436,7 @@ class Session:
     def reset(self, sequence: int) -> None:
         """Forget the tokens of a sequence and zero its rows in every state; unused cells of caches are zeros."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
-        with self.store.turn:
+        with self.store.device_lock:
             length, self.lengths[sequence], self.recent[sequence] = self.lengths[sequence], 0, []
             self.mtp_rows[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.mtp_rows[sequence : sequence + 1]]
             for name in self.store.states:

@@ -284,7 +284,7 @@ class SlotPool:
         old, model = self._all_slots, self._all_slots.model
         _require_slot_memory(old, slots)
         new = Session(model, like=old, sequences=slots, context=self.context, batch=self.batch)
-        with old.store.turn:
+        with old.store.device_lock:
             for name in self._state_names:
                 source, target = old.store.state(name), new.store.state(name)
                 rows = source.shape[0] // old.sequences

@@ -25,7 +25,7 @@ from .axis_links import AxisLink
 from .call_signature import build_call_signature, format_untyped_signature
 from .old_keywords import accept_old_keywords
 from .samples import LegalRange
-from .signature import DimensionSizes, Signature, SignatureMismatch, merge_integer_attributes, parse_signature
+from .signature import DimensionSizes, Signature, SignatureMismatch, merge_dimensions_and_attributes, parse_signature
 
 Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
@@ -246,7 +246,7 @@ class Op(Generic[R]):
         """
         chosen = self.signature_for(attrs)
         bound = chosen.resolve_sizes(_pad_operands(specs, len(chosen.operands)))
-        named = merge_integer_attributes(attrs, bound.by_name)
+        named = merge_dimensions_and_attributes(attrs, bound.by_name)
         for name, rule in self.derived_sizes.items():
             named[name] = rule(**named)
         return DimensionSizes(named, bound.leading)

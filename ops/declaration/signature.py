@@ -361,6 +361,6 @@ def parse_signature(text: str) -> Signature:
     return Signature(operands, results, text)
 
 
-def merge_integer_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
+def merge_dimensions_and_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
     """Return the dimension sizes and the integer attributes in one mapping by name; results may use both as sizes."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

@@ -271,13 +271,13 @@ class Estimate:
 
     compute: float
     collectives: float
-    meetings: int
-    hidden: float = 0.0
+    collective_count: int
+    overlapped_seconds: float = 0.0
 
     @property
     def total(self) -> float:
         """The predicted seconds of the run; seconds in which kernels and collectives overlap count once."""
-        return self.compute + self.collectives - self.hidden
+        return self.compute + self.collectives - self.overlapped_seconds
 
 
 def compute_collective_bytes_sent(op: str, nbytes: float, device_count: int) -> float:

@@ -112,7 +112,7 @@ class InstructionCosts:
             collective_group,
         )
 
-    def cost_of(self, at: int) -> InstructionCost:
+    def get_cost(self, at: int) -> InstructionCost:
         """Return the predicted FLOPs, bytes and seconds of the instruction at position `at`."""
         return self._all_costs[at]
 
@@ -339,7 +339,7 @@ class _SpansBetweenCollectives:
         for at, i in enumerate(self.program.instructions):
             if (number := find_collective_sequence_number(i.op, i.attrs)) is not None:
                 self.entries_before_collective[number] = self._build_compute_entry(start, at)
-                cost = prices.cost_of(at)
+                cost = prices.get_cost(at)
                 self.collective_entries[number] = TimelineEntry(i.op, (), at, 1, 0.0, cost.bytes_sent, cost.seconds)
                 start = at + 1 + len(overlapped_instructions.get(at, ()))
                 self.overlapped_entries[number] = self._build_compute_entry(at + 1, start, is_overlapped=True)
@@ -351,7 +351,7 @@ class _SpansBetweenCollectives:
         Returns:
             The ops of the instructions as text, and the entry.
         """
-        costs = [self.instruction_costs.cost_of(at) for at in range(start, stop)]
+        costs = [self.instruction_costs.get_cost(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
         is_sharded = any(c.unsharded_seconds is not None for c in costs)
         unsharded_seconds = (

@@ -42,7 +42,7 @@ class KernelUse(NamedTuple):
     """
 
     launches: Sequence[float]
-    stand_ins: frozenset[int]
+    numpy_fallback_positions: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,7 +174,7 @@ class _Unroller:
             own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
             buffers += [self._rename_buffer_for_repetition(program.buffers[number], run, kind) for number in own]
             shift = top - start - sum(size for other, size in sizes.items() if other < kind)
-            moved = _RepetitionRelocation({**shared, **own}, start, shift)
+            moved = _RepetitionRelocator({**shared, **own}, start, shift)
             shared, top = (own if run == PREAMBLE else shared), top + sizes.get(kind, 0)
             for at in positions[kind]:
                 i = program.instructions[at]
@@ -223,7 +223,7 @@ class _Unroller:
 
 
 @dataclass(frozen=True, slots=True)
-class _RepetitionRelocation:
+class _RepetitionRelocator:
     """The translation of buffers and arena offsets from the short program to one repetition of the unrolled program.
 
     - `buffer_numbers`: the buffer of the repetition for each buffer of the short program.

@@ -166,7 +166,7 @@ class SpeedFit:
         for name, probes in self.reread_probes.items():
             weights = [(self.work_by_probe[probe].stored_bytes, probe.split()[1]) for probe in probes]
             others = sum(
-                self.estimate_non_reading_seconds(probe, kind) for probe, (_, kind) in zip(probes, weights, strict=True)
+                self.estimate_compute_seconds(probe, kind) for probe, (_, kind) in zip(probes, weights, strict=True)
             )
             reading = (
                 self.probe_seconds[name]
@@ -189,7 +189,7 @@ class SpeedFit:
         """
         short, long, latency = (
             max(0.0, self.probe_seconds[with_it] - self.probe_seconds[without])
-            / max(1, self.plans[with_it].cost.meetings)
+            / max(1, self.plans[with_it].cost.collective_count)
             for with_it, without in (
                 *((f"there {n}", f"here {n}") for n in (SHORT_CHAIN_WIDTH, LONG_CHAIN_WIDTH)),
                 ("sums", "summands"),
@@ -248,10 +248,10 @@ class SpeedFit:
             kind: The dtype of its weights.
         """
         return self.compute_dominant_seconds_per_item(
-            name, self.work_by_probe[name].stored_bytes, self.estimate_non_reading_seconds(name, kind)
+            name, self.work_by_probe[name].stored_bytes, self.estimate_compute_seconds(name, kind)
         )
 
-    def estimate_non_reading_seconds(self, name: str, kind: str) -> float:
+    def estimate_compute_seconds(self, name: str, kind: str) -> float:
         """Estimate the seconds of a matrix-vector probe that are neither kernel launches nor reads of weights.
 
         The result is the longer of the arithmetic time and the activation time, because a product loads activations

@@ -34,9 +34,9 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     alone, use, graph = plan_builder.build_on_first_device(), plan_builder.workload, plan_builder.graph
     among = replace(alone, hardware=plan_builder.hardware) if alone.hardware != plan_builder.hardware else alone
     costs = AssignmentCost(graph, 1, plan_builder.hardware)
-    hardware = _with_fitted_launch_cost(costs, among)
+    hardware = _fit_launch_cost_to_plan(costs, among)
     estimator = None if use is None else OptimisticWorkloadEstimator(use, hardware)
-    scorer = score_by_run_time if estimator is None else partial(_score_workload, plan_builder, estimator)
+    scorer = score_by_run_time if estimator is None else partial(_score_layout_for_workload, plan_builder, estimator)
     once = float(sum(v.spec.nbytes for v in (*graph.weights, *graph.states)))
     candidates = [Candidate("whole", 1, 0.0, once, 0.0, lambda: alone).with_built_plan(scorer)]
     if len(plan_builder.group) > 1:
@@ -48,7 +48,9 @@ def choose_auto_plan(plan_builder: PlanBuilder) -> Plan:
     return best if use is None else replace(best, reasons=(f"judged by {use}", *best.reasons))
 
 
-def _score_workload(plan_builder: PlanBuilder, estimator: OptimisticWorkloadEstimator, plan: Plan) -> tuple[float, str]:
+def _score_layout_for_workload(
+    plan_builder: PlanBuilder, estimator: OptimisticWorkloadEstimator, plan: Plan
+) -> tuple[float, str]:
     """Score the layout of `plan` by the predicted seconds of the whole workload.
 
     Returns the seconds, and a phrase such as ``in 2 micro-batches`` about pipelined runs; it is empty without such
@@ -94,7 +96,9 @@ def _list_candidates(
         first = plan_builder.with_first_devices(count)
         candidates += (
             _with_stage_overlap_lower_bound(candidate, branches)
-            for candidate in _make_candidates_for_all_devices(first, single_device_plan, single_device_bytes, hardware)
+            for candidate in _make_sharded_and_layer_candidates(
+                first, single_device_plan, single_device_bytes, hardware
+            )
         )
         if _can_form_groups(hardware.machine, count) and not plan_builder.user_pins:
             candidates += (
@@ -165,7 +169,7 @@ def _with_stage_overlap_lower_bound(candidate: Candidate, branches: BranchSchedu
     return replace(candidate, seconds=candidate.seconds * part, is_from_search=False, group_sharding=None)
 
 
-def _make_candidates_for_all_devices(
+def _make_sharded_and_layer_candidates(
     plan_builder: PlanBuilder, single_device_plan: Plan, single_device_bytes: float, hardware: Hardware
 ) -> Iterator[Candidate]:
     """Make the candidates that use all devices of `plan_builder`: two by tensor parallelism, and one layer split.
@@ -197,7 +201,7 @@ def _make_candidates_for_all_devices(
                 lower_bound_seconds=lower_bound_seconds,
                 group_sharding=group_sharding,
             )
-    seconds = single_device_plan.cost.total + _estimate_stage_transfer_seconds(hardware, count, 1)
+    seconds = single_device_plan.cost.total + _estimate_stage_latency_seconds(hardware, count, 1)
     yield Candidate(
         "layers",
         count,
@@ -230,7 +234,7 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     choice = plan_builder.factor_search.choose_factors(len(groups[0]), hardware, eager=True)
     stored_bytes = choice.stored_bytes / len(groups)
     lacking = max(0.0, stored_bytes - _find_smallest_device_memory(plan_builder))
-    seconds = choice.seconds + _estimate_stage_transfer_seconds(hardware, len(groups), len(groups[0]))
+    seconds = choice.seconds + _estimate_stage_latency_seconds(hardware, len(groups), len(groups[0]))
     count = len(plan_builder.group)
     across = f"{len(groups)} machines" if 0 < hardware.machine < count else f"{len(groups)} teams"
     kind = f"layers across {across}, cut within each"
@@ -254,7 +258,7 @@ def _make_hybrid_candidates(plan_builder: PlanBuilder, hardware: Hardware) -> It
     )
 
 
-def _estimate_stage_transfer_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
+def _estimate_stage_latency_seconds(hardware: Hardware, stage_count: int, devices_per_stage: int) -> float:
     """Estimate the transfer seconds between pipeline stages as one link latency for each pair of adjacent stages.
 
     Bytes are not counted, so the estimate is a lower bound.
@@ -268,7 +272,7 @@ def _find_smallest_device_memory(plan_builder: PlanBuilder) -> float:
     return min((device.memory for _, device in plan_builder.group if device.memory is not None), default=math.inf)
 
 
-def _with_fitted_launch_cost(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
+def _fit_launch_cost_to_plan(costs: AssignmentCost, single_device_plan: Plan) -> Hardware:
     """Return the hardware with a launch cost that is fitted so that all node times add up to the time of the plan.
 
     The plan is the plan of one device. The default launch cost does not fit: in a program, fused chains share one

@@ -214,7 +214,7 @@ def choose_best_plan(
                 candidate.with_corrected_estimate(off) if candidate.has_same_estimate_bias_as(best) else candidate
                 for candidate in left
             ]
-        if built_candidate.plan is not None and built_candidate.plan.cost.hidden:
+        if built_candidate.plan is not None and built_candidate.plan.cost.overlapped_seconds:
             left = [
                 w.with_estimate_capped_by_overlap(built_candidate.seconds) if w.has_same_estimate_bias_as(best) else w
                 for w in left

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Pause the cyclic garbage collection (gc) in this context, because it slows down planning.
 
     The objects of a plan stay alive, so collections free nothing. They took a third of the planning time of a large

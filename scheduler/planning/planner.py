@@ -37,7 +37,7 @@ from ..sharding.pins import PlacementRules
 from ..verifier.plan_verifier import verify_plan
 from .auto_candidates import choose_auto_plan
 from .decompose import decompose_unsupported_ops
-from .gc_pause import gc_paused
+from .gc_pause import pause_garbage_collection
 from .plan_builder import FactorChooser, PlanBuilder, SplitModeBuilder
 from .workload import Workload
 
@@ -107,7 +107,7 @@ def plan(
     use=instance_of(Workload) | NONE,
     **PLAN_ARGUMENT_KINDS,
 )
-@gc_paused()
+@pause_garbage_collection()
 def plan_for_group(
     graph: Graph,
     group: Devices,

@@ -284,7 +284,7 @@ def choose_plan_with_overlap_chunks(
     best, best_seconds = unchunked_plan, unchunked_plan.cost.total * (1 - MIN_GAIN)
     enough, waiting = (
         unchunked_plan.cost.total - best_seconds,
-        unchunked_plan.cost.collectives - unchunked_plan.cost.hidden,
+        unchunked_plan.cost.collectives - unchunked_plan.cost.overlapped_seconds,
     )
     for count in CHUNK_COUNTS:
         if (
@@ -293,7 +293,7 @@ def choose_plan_with_overlap_chunks(
             is None
         ):
             break
-        waiting = one.cost.collectives - one.cost.hidden
+        waiting = one.cost.collectives - one.cost.overlapped_seconds
         if one.cost.total < best_seconds:
             best, best_seconds = one, one.cost.total
         saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - best_seconds)

@@ -93,7 +93,9 @@ def format_plan_time_line(plan: Plan) -> list[str]:
     """
     if not plan.sharded_factors:
         return []
-    return [f"with all that the programs copy: {format_seconds(plan.cost.total)}, {plan.cost.meetings} collectives"]
+    return [
+        f"with all that the programs copy: {format_seconds(plan.cost.total)}, {plan.cost.collective_count} collectives"
+    ]
 
 
 def format_placement_lines(plan: Plan) -> list[str]:
@@ -142,7 +144,7 @@ def format_critical_path_lines(plan: Plan) -> list[str]:
 
 def format_overlap_lines(plan: Plan) -> list[str]:
     """Return a line with the time that is saved because devices compute during collectives; no line without overlap."""
-    if not (hidden := plan.cost.hidden):
+    if not (hidden := plan.cost.overlapped_seconds):
         return []
     device_plans = {id(device_plan.program): device_plan for device_plan in plan.device_plans}.values()
     steps = [
@@ -151,7 +153,8 @@ def format_overlap_lines(plan: Plan) -> list[str]:
         for at in device_plan.overlapped_instructions
     ]
     count = len({find_collective_sequence_number(i.op, i.attrs) for i in steps})
-    return [f"devices compute beside {count} of {plan.cost.meetings} collectives, which saves {format_seconds(hidden)}"]
+    saved = format_seconds(hidden)
+    return [f"devices compute beside {count} of {plan.cost.collective_count} collectives, which saves {saved}"]
 
 
 def format_pipeline_speedup_lines(plan: Plan) -> list[str]:

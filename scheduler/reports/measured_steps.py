@@ -116,7 +116,7 @@ def _match_trace_with_plan(plan: Plan, document: Mapping[str, Any]) -> MeasuredP
     ]
     for (device, steps), kernels in taken.items():
         seconds = sum(median(each) * len(each) for each in kernels.values()) / len(runs) / MICROSECONDS_PER_SECOND
-        costs = [plan.instruction_costs[device].cost_of(step).seconds for step in steps]
+        costs = [plan.instruction_costs[device].get_cost(step).seconds for step in steps]
         for step, cost in zip(steps, costs, strict=True):
             share = cost / sum(costs) if sum(costs) else 1 / len(steps)
             devices[device][step] = MeasuredStep(" ".join(kernels), seconds * share, len(steps))

@@ -157,7 +157,7 @@ class _PlanTraceEvents:
         key = device, step.kernel, step.instruction_numbers
         if key not in self._constant_texts:
             i = [self.plan.device_plans[device].program.instructions[n] for n in step.instruction_numbers]
-            costs = [self.plan.instruction_costs[device].cost_of(n) for n in step.instruction_numbers]
+            costs = [self.plan.instruction_costs[device].get_cost(n) for n in step.instruction_numbers]
             args = {
                 "op": " ".join(each.op for each in i),
                 "kernel": step.kernel,

@@ -188,4 +188,4 @@ def _sum_seconds_and_launches_by_node(
 ) -> dict[str, tuple[float, float]]:
     """Return the predicted seconds and the number of kernel launches of each node of a device, by node name."""
     instructions = device_plan.program.instructions
-    return {i.node: (prices.cost_of(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}
+    return {i.node: (prices.get_cost(at).seconds, prices.launch_counts[at]) for at, i in enumerate(instructions)}

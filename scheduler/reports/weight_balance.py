@@ -249,7 +249,7 @@ class _ImbalanceReasons:
             return math.inf, self._describe_reader_of_whole_weight(weight, then)
         now = self.costs.estimate_run_time(self._propagate_sharding(self.sharded_factors))
         cost = self.costs.estimate_run_time(then)
-        longer, oftener = cost.total - now.total, cost.meetings - now.meetings
+        longer, oftener = cost.total - now.total, cost.collective_count - now.collective_count
         comparison = (
             f"{'longer' if longer >= 0 else 'shorter'}, with {abs(oftener)} {'more' if oftener >= 0 else 'fewer'}"
         )

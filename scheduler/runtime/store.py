@@ -50,11 +50,11 @@ class Store:
     def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeightFiles | None = None) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
-        self.turn: DeviceLock = DeviceLock(self.backends)
+        self.device_lock: DeviceLock = DeviceLock(self.backends)
         self.between: DevicePlacement = DevicePlacement(
             world, [_find_device_rank(device, world) for _, device in group]
         )
-        self.nread: int = 0
+        self.loaded_byte_count: int = 0
         self.loaded_bytes: LoadedWeightDigests = LoadedWeightDigests(world, self.between.ranks)
         self._packed_files = packed
         self._device_buffers = {number: _DeviceBuffers(*self.group[number]) for number in self.between.local_devices}
@@ -96,7 +96,7 @@ class Store:
         stored = _as_file_format_array(what, data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
             raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
-        with self.turn:
+        with self.device_lock:
             self._layouts[name] = (spec, layout)
             for number, device in self._device_buffers.items():
                 if isinstance(layout, Local) and number not in layout.devices:
@@ -106,7 +106,7 @@ class Store:
 
                 def share(number: int = number) -> Array:
                     part = slice_for_device(stored, spec, layout, number)
-                    self.nread += part.nbytes
+                    self.loaded_byte_count += part.nbytes
                     return part
 
                 place = None
@@ -197,7 +197,7 @@ class Store:
             raise PlanError(f"copy_state_rows: {count} rows from {source} and {target}; need two parts of {rows} rows")
         if isinstance(state.layout, Shard) and state.layout.axis == 0:
             raise PlanError(f"copy_state_rows: %{quote_node_name(name):.60} is sharded along its rows")
-        with self.turn:
+        with self.device_lock:
             for part in state.parts.values():
                 part.memory_view[target : target + count] = part.memory_view[source : source + count]
 
@@ -214,7 +214,7 @@ class Store:
             for n, d in self._device_buffers.items()
             if ("state", name) in d.buffer_by_leaf
         }
-        return StateView(name, spec, layout, parts, self.turn, self.between)
+        return StateView(name, spec, layout, parts, self.device_lock, self.between)
 
     @property
     def states(self) -> tuple[str, ...]:

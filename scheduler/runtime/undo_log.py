@@ -39,10 +39,12 @@ class UndoLog:
     def __init__(self, bound: BoundPlan, number: int, staying: Container[str]) -> None:
         self._bound, self._number, self._program = bound, number, bound.plan.device_plans[number].program
         named = [(self._program.buffers[restore.dst[0].buffer].name, restore) for _, restore in self._program.undo]
-        self._backs = [(name, restore) for name, restore in named if name not in staying]
-        self._whole = frozenset(name for name, restore in self._backs if _is_whole_state_restore(restore))
-        self._is_crossed = any(
-            t.buffer not in (ARENA_BUFFER, restore.dst[0].buffer) for _, restore in self._backs for t in _read(restore)
+        self._restores = [(name, restore) for name, restore in named if name not in staying]
+        self._whole_states = frozenset(name for name, restore in self._restores if _is_whole_state_restore(restore))
+        self._reads_other_states = any(
+            t.buffer not in (ARENA_BUFFER, restore.dst[0].buffer)
+            for _, restore in self._restores
+            for t in _read(restore)
         )
         """Whether the rollback of a state reads another state. Then every run must save the data of all states."""
         self._views: dict[frozenset[str], Mapping[Tensor, Any]] = {}
@@ -56,9 +58,9 @@ class UndoLog:
             earlier_logs: The undo logs of the earlier runs.
         """
         before = [*earlier_logs]
-        if self._is_crossed or any(journal._is_crossed for journal in before):
+        if self._reads_other_states or any(journal._reads_other_states for journal in before):
             return frozenset()
-        return frozenset().union(*(journal._whole for journal in before))
+        return frozenset().union(*(journal._whole_states for journal in before))
 
     def save_undo_data(self, skipped_states: frozenset[str]) -> UndoData:
         """Copy the bytes that are needed to undo the run that has just ended, and return them.
@@ -89,7 +91,7 @@ class UndoLog:
         self._bound.run_program(self._number, replace(self._program, instructions=restores, undo=()))
 
     def _list_restores_except(self, skipped_states: Container[str]) -> list[Instruction]:
-        return [restore for name, restore in self._backs if name not in skipped_states]
+        return [restore for name, restore in self._restores if name not in skipped_states]
 
 
 def _read(restore: Instruction) -> list[Tensor]:

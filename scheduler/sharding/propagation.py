@@ -140,14 +140,14 @@ def propagate_layouts(
         early_sums: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
-    return propagate_until_replicated_weights_known(
+    return propagate_until_no_weight_is_gathered(
         lambda whole: LayoutPropagation(
             graph, factors, chosen_factors, users, whole, pins, row_factor, early_sums
         ).propagate_through_graph(replicated_values)
     )
 
 
-def propagate_until_replicated_weights_known(
+def propagate_until_no_weight_is_gathered(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
     """Derive layouts again, with more whole weights, until no sharded weight is gathered; return the last assignment.

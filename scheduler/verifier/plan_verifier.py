@@ -114,7 +114,7 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
         yield why
     if sound:  # with a fault, the programs do not run the graphs
         complaints = list(find_device_leaf_faults(plan))
-        yield from complaints or _PlanCheck(plan, make_trace).find_faults()
+        yield from complaints or _PlanChecker(plan, make_trace).find_faults()
 
 
 def _is_computation(node: Node) -> bool:
@@ -175,7 +175,7 @@ def _has_all_entries_elsewhere(layout: Layout, device: int) -> bool:
     return isinstance(layout, Shard) and not layout.index_ranges[device] and any(layout.index_ranges)
 
 
-class _PlanCheck:
+class _PlanChecker:
     """The check of one plan: it derives the values of all devices and compares them with the user's graph.
 
     Args:

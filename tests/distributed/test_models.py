@@ -68,8 +68,8 @@ def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
 def test_a_rank_reads_its_own_part_of_the_weights():
     model = open_model(MODEL)
     stores = in_threads(2, lambda world: Session(model, on=SPLITS["tensor"], context=16, world=world).store)
-    whole = Session(model, on=DeviceGroup(("numpy:0",)), context=16).store.nread
-    assert all(0 < store.nread < 0.7 * whole for store in stores)
+    whole = Session(model, on=DeviceGroup(("numpy:0",)), context=16).store.loaded_byte_count
+    assert all(0 < store.loaded_byte_count < 0.7 * whole for store in stores)
 
 
 @pytest.mark.long

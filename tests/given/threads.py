@@ -96,7 +96,7 @@ def works() -> dict[str, Work]:
             np.testing.assert_array_equal(session.evaluate([new])[0], want)
 
     def one_session(draw: random.Random) -> None:
-        with alone.store.turn:  # two calls that belong together
+        with alone.store.device_lock:  # two calls that belong together
             alone.reset(0)
             np.testing.assert_array_equal(alone.evaluate([TOKENS[0]])[0], logits[0])
 

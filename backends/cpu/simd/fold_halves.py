@@ -53,7 +53,7 @@ def splat_lower_half(b, halves):
 
 
 @intrinsic(FLOATS, FLOATS)
-def splat_upper_half(b, halves):
+def splat_number_of_upper_half(b, halves):
     """Return a vector with lane 8 of `halves` in all 16 lanes: the number of the upper half (lanes 8 to 15)."""
     return b.shuffle_vector(halves, halves, _lanes([HALF_LANES] * LANES))
 

@@ -192,7 +192,7 @@ MAX_SHARED_COLUMNS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadPattern:
+class _NormRopeStoreInstructions:
     """The indices of the instructions of a head pattern: operations on attention heads that one kernel computes.
 
     In order, they are RMS norm, multiplication by a weight vector, RoPE, and store into a KV cache. The last one saves
@@ -263,10 +263,12 @@ class _HeadLaunch:
     written_operands: Sequence[Operand]
 
 
-def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> _HeadLaunch:
+def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions) -> _HeadLaunch:
     """Return the data of a launch for a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {
-        name: flow.bound_instruction(n) for name in _HeadPattern.__slots__ if (n := getattr(chain, name)) is not None
+        name: flow.bound_instruction(n)
+        for name in _NormRopeStoreInstructions.__slots__
+        if (n := getattr(chain, name)) is not None
     }
     last = calls.get("store") or calls["rope"]
     x = (
@@ -325,7 +327,7 @@ def _build_head_launch(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPatt
     return _HeadLaunch(out.dtype, axes.element_count, columns, words, read, [o for o in (out, saved) if o is not None])
 
 
-def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPattern) -> Sequence[int]:
+def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _NormRopeStoreInstructions) -> Sequence[int]:
     """Launch a head pattern and return the indices of its instructions."""
     head_launch = _build_head_launch(launches, flow, chain)
     kernel = SOURCE[f"place_head<{CUDA_TYPE_NAMES[head_launch.dtype]}>"]
@@ -334,10 +336,10 @@ def _launch_head_pattern(launches: LaunchBuilder, flow: Dataflow, chain: _HeadPa
     return chain.instruction_numbers
 
 
-def _match_normed_head(flow: Dataflow, first: int) -> _HeadPattern:
+def _match_normed_head(flow: Dataflow, first: int) -> _NormRopeStoreInstructions:
     """Match a head pattern that begins with ``rms_norm(x) * w`` and RoPE, with or without a cache store."""
     chain = match_normed_rope(flow, first)
-    return _HeadPattern(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
+    return _NormRopeStoreInstructions(*chain, *_find_cache_store_and_row_save(flow, chain.rope))
 
 
 def _fuse_normed_head(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
@@ -349,15 +351,15 @@ def _fuse_rope_and_cache_store(launches: LaunchBuilder, flow: Dataflow, first: i
     """Fuse RoPE of heads and the store into a KV cache."""
     store, save = _find_cache_store_and_row_save(flow, first)
     require_supported(store is not None, "it goes into no cache")
-    return _launch_head_pattern(launches, flow, _HeadPattern(rope=first, store=store, save=save))
+    return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(rope=first, store=store, save=save))
 
 
-def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
+def _match_stored_head(flow: Dataflow, store: int) -> _NormRopeStoreInstructions:
     """Match a head pattern by its last instruction, the cache store `store`; norm and RoPE are optional."""
     require_supported(flow.bound_instruction(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.require_producer(store, 1), _find_cache_row_save(flow, store)
     if flow.bound_instruction(rope).op not in ROPE_OPS:
-        return _HeadPattern(store=store, save=save)
+        return _NormRopeStoreInstructions(store=store, save=save)
     require_supported(_find_cache_store_and_row_save(flow, rope) == (store, save), "the rotated head has other readers")
     factor = flow.require_producer(rope, 0)
     if (
@@ -365,7 +367,7 @@ def _match_stored_head(flow: Dataflow, store: int) -> _HeadPattern:
         and flow.bound_instruction(norm := flow.require_producer(factor, 0)).op == "rms_norm"
     ):
         return _match_normed_head(flow, norm)
-    return _HeadPattern(rope=rope, store=store, save=save)
+    return _NormRopeStoreInstructions(rope=rope, store=store, save=save)
 
 
 def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
@@ -374,7 +376,9 @@ def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -
     A head pattern is a chain of RMS norm, RoPE and cache store; see `_HeadPattern`.
     """
     query = (
-        _match_normed_head(flow, first) if flow.bound_instruction(first).op == "rms_norm" else _HeadPattern(rope=first)
+        _match_normed_head(flow, first)
+        if flow.bound_instruction(first).op == "rms_norm"
+        else _NormRopeStoreInstructions(rope=first)
     )
     assert query.rope is not None
     attention = flow.require_sole_reader(query.rope, "attention")
@@ -404,7 +408,7 @@ def _fuse_row_save_and_cache_store(launches: LaunchBuilder, flow: Dataflow, firs
     save = flow.bound_instruction(first)
     _, store = match_saved_state_update(flow, first, "set_rows")
     require_supported(_is_save_of_overwritten_row(save, flow.bound_instruction(store)), "it saves no single row")
-    return _launch_head_pattern(launches, flow, _HeadPattern(store=store, save=first))
+    return _launch_head_pattern(launches, flow, _NormRopeStoreInstructions(store=store, save=first))
 
 
 FUSED: Mapping[str, Sequence[FusionBinder]] = {

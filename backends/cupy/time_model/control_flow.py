@@ -56,7 +56,7 @@ ASYNC_COPIES = -1
 """A register number that stands for data of asynchronous copies from global to shared memory."""
 
 
-class MemoryDependence(NamedTuple):
+class LoadedAndUsedRegisters(NamedTuple):
     """The registers that one instruction loads from global memory, and the registers that it uses.
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
@@ -87,7 +87,7 @@ class BasicBlock:
     instruction_count: int = 0
     access_bytes: Counter[AccessLocation] = field(default_factory=Counter)
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    dependences: list[MemoryDependence] = field(default_factory=list)
+    dependences: list[LoadedAndUsedRegisters] = field(default_factory=list)
     successors: list[int] = field(default_factory=list)
 
 
@@ -236,14 +236,14 @@ def _compute_warpgroup_operand_bytes(shape: str, in_registers: bool) -> int:
     return ((0 if in_registers else rows) + columns) * terms * 2 // 128
 
 
-def _find_memory_dependence(op: _Instruction) -> MemoryDependence | None:
+def _find_memory_dependence(op: _Instruction) -> LoadedAndUsedRegisters | None:
     """Find the registers that an instruction loads from global memory and uses; return `None` if there are none."""
     if op.op.startswith("LDGSTS"):
-        return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
+        return LoadedAndUsedRegisters(frozenset({ASYNC_COPIES}), frozenset())
     if pending := _COPY_WAIT.match(op.op + op.operands):
-        return MemoryDependence(frozenset(), frozenset({ASYNC_COPIES}), 1 / (1 + int(pending[1], 16)))
+        return LoadedAndUsedRegisters(frozenset(), frozenset({ASYNC_COPIES}), 1 / (1 + int(pending[1], 16)))
     names = [int(name) for name in _REGISTER.findall(op.operands)]
     if op.op.startswith("LDG.") and names:
         many = max(compute_access_bits(op.op) // 32, 1)
-        return MemoryDependence(frozenset(range(names[0], names[0] + many)), frozenset(names[1:]))
-    return MemoryDependence(frozenset(), frozenset(names)) if names else None
+        return LoadedAndUsedRegisters(frozenset(range(names[0], names[0] + many)), frozenset(names[1:]))
+    return LoadedAndUsedRegisters(frozenset(), frozenset(names)) if names else None

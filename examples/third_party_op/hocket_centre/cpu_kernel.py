@@ -9,7 +9,7 @@ from hocket.backends.cpu.kernels.vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
     load_lanes,
     make_row_args,
-    make_row_walk,
+    make_row_loop_args,
     store_lanes,
 )
 from hocket.backends.cpu.simd.vectors import LANES, add, lane_sum, splat, sub, zeros
@@ -39,7 +39,7 @@ def subtract_mean(a, thread, threads):  # type: ignore[no-untyped-def]  # Numba 
 def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the kernel for one call; return False if rows are not dense float32, so that NumPy computes the op."""
     x, y = call.operand(0), call.out
-    walk = make_row_walk(y.shape, [x, y], whole_rows=True) if x.is_float else None
+    walk = make_row_loop_args(y.shape, [x, y], whole_rows=True) if x.is_float else None
     if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4]:
         return False
     steps.add(subtract_mean, ARGS(walk=walk), reads=[x], writes=[y])

@@ -32,7 +32,7 @@ FIRST_LAYER_VALUES = "first values"
 
 
 @dataclass(frozen=True, slots=True)
-class RwkvTimeMix:
+class RwkvTimeMixBase:
     """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
 
     heads: int
@@ -71,7 +71,7 @@ class RwkvTimeMix:
         return ops.add(y, weights(f"{name}.bias", width))
 
 
-class Rwkv6TimeMix(RwkvTimeMix):
+class Rwkv6TimeMix(RwkvTimeMixBase):
     """The time mix (recurrent token mixer) of RWKV 6: a token shift, then a matrix state per head that decays.
 
     Models made from Qwen have no bonus for the present token. Their rule is gated linear attention with keys times (1 -
@@ -137,7 +137,7 @@ class Rwkv6TimeMix(RwkvTimeMix):
         return ops.reshape(y, shape=(sequences, tokens, self.heads, self.size))
 
 
-class Rwkv7TimeMix(RwkvTimeMix):
+class Rwkv7TimeMix(RwkvTimeMixBase):
     """The time mix (recurrent token mixer) of RWKV 7: a token shift, then a generalised delta rule per head.
 
     Values are mixed with the values of the first layer. The old value of a key is removed from the state before the

@@ -283,7 +283,7 @@ def _explain_choice(chosen: _ScoredFactors, other: _ScoredFactors, has_best_rati
 
 
 def _format_cost(cost: Estimate) -> str:
-    return f"{format_seconds(cost.total)}, {cost.meetings} collectives"
+    return f"{format_seconds(cost.total)}, {cost.collective_count} collectives"
 
 
 def group_factors(

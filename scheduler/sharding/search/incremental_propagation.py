@@ -24,7 +24,7 @@ from ..propagation import (
     LayoutConversion,
     LayoutPropagation,
     ShardingAssignment,
-    propagate_until_replicated_weights_known,
+    propagate_until_no_weight_is_gathered,
 )
 
 
@@ -58,7 +58,7 @@ class IncrementalLayoutPropagator:
         for factor in chosen_factors ^ base_assignment.sharded_factors:
             changed |= self.nodes_of_factor[factor]
         changed |= {user for node in changed for source in node.inputs for user in self.users_of_value[source]}
-        return propagate_until_replicated_weights_known(
+        return propagate_until_no_weight_is_gathered(
             lambda whole: _IncrementalPropagation(self, chosen_factors, whole, base_assignment).propagate_changes(
                 changed
             )

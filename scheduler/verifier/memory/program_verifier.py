@@ -27,7 +27,7 @@ from .buffer_contents import (
     has_common_bytes,
     is_dense,
 )
-from .rollback_verifier import InstructionLabel, UndoCheck
+from .rollback_verifier import InstructionLabel, UndoChecker
 
 LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
@@ -58,7 +58,7 @@ def find_program_faults(graph: Graph, program: Program, backend: Backend) -> Ite
         complaints.append("each entry of undo must be an instruction number and an instruction")
     yield from complaints
     if not complaints:  # with faults, buffer numbers have no meaning
-        yield from _ProgramCheck(graph, program, backend).find_faults()
+        yield from _ProgramChecker(graph, program, backend).find_faults()
 
 
 def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
@@ -84,13 +84,13 @@ def _find_buffer_faults(graph: Graph, program: Program, backend: Backend) -> Ite
         yield f"{kind} %{quote_node_name(name)} has no buffer"
 
 
-class _ProgramCheck:
+class _ProgramChecker:
     """The check of one program: it simulates the instructions and tracks the values in memory."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
         self.name_by_node, self.views, self.contents = assign_names(graph), ViewTable(backend), BufferContents(program)
-        self.undo_check = UndoCheck(graph, program, backend, self.contents)
+        self.undo_check = UndoChecker(graph, program, backend, self.contents)
         self.state_name_by_buffer = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
         self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
         self.executed_work: set[object] = set()
@@ -181,7 +181,7 @@ class _ProgramCheck:
     def _find_instruction_faults(self, instruction: Instruction) -> Iterator[str]:
         """Yield the faults of an instruction that computes a node; if it has none, record its writes.
 
-        Saves of states are checked elsewhere (`UndoCheck`).
+        Saves of states are checked elsewhere (`UndoChecker`).
         """
         work = self._find_node_of_instruction(instruction)
         if isinstance(work, str):

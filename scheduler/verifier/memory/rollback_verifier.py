@@ -102,7 +102,7 @@ def list_save_and_restore_nodes(graph: Graph, program: Program) -> Iterator[Node
         yield from build_save_and_restore_nodes(i, states[program.buffers[_require_tensor(i.src[0]).buffer].name])
 
 
-class UndoCheck:
+class UndoChecker:
     """The check that the undo of a failed run can restore every state, wherever the run stopped.
 
     The caller simulates the program and calls the check for each instruction.

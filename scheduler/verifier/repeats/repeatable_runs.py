@@ -135,10 +135,10 @@ def find_device_repetition_faults(
     """
     runs = RepetitionsOfDeviceGraph(graph, shortened)
     complaints = list(runs.find_carried_value_faults())
-    yield from complaints or _RepetitionCheck(runs, program, backend).find_faults()
+    yield from complaints or _RepetitionChecker(runs, program, backend).find_faults()
 
 
-class _RepetitionCheck:
+class _RepetitionChecker:
     """The check that the repetitions in one device's program may follow each other in any order."""
 
     def __init__(self, repetitions: RepetitionsOfDeviceGraph, program: Program, backend: Backend) -> None:

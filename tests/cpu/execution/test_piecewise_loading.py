@@ -103,7 +103,7 @@ def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
         assert stored_bytes(store) == stored_bytes(whole)
         assert bool(released) is is_read, "what was kept is not read"
         if packed is None:
-            assert store.nread == whole.nread
+            assert store.loaded_byte_count == whole.loaded_byte_count
             assert len(released) == sum(-(-n // 16) for n in rows)
 
 

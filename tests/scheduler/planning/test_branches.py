@@ -275,7 +275,7 @@ def test_messages_at_the_same_time_do_not_add_up():
             home.update({} if own.is_leaf else {own: k})
     pins = {node: Pin(device, "by hand") for node, device in home.items()}
     plan = PlanBuilder(graph, group_of(4, "numpy"), (), slow)._build_with_pinned_nodes(pins)
-    assert plan.cost.meetings == 3
+    assert plan.cost.collective_count == 3
     assert 1.0 < plan.cost.total < 1.1
 
 

@@ -39,7 +39,7 @@ def costs_by_node(plan):
     pairs = zip(
         (device_plan.program.instructions for device_plan in plan.device_plans), plan.instruction_costs, strict=True
     )
-    return [{i.node: prices.cost_of(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
+    return [{i.node: prices.get_cost(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
 
 
 def seconds_in_order_of(plan, placed, to):

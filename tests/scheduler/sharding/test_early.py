@@ -176,7 +176,7 @@ def test_a_plan_with_an_early_sum_is_read_from_json_and_takes_no_more_memory():
     )
     assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
     assert plan.memory()["weight"] == chain.memory()["weight"]
-    assert plan.cost.meetings == 1
+    assert plan.cost.collective_count == 1
     assert "1 all_reduce" in plan.explain()
 
 

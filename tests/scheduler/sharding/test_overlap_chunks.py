@@ -131,7 +131,7 @@ def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
     assert "each dealt to the devices" in plan.explain()
     assert {"blk.0.mixed.part.chunk.0", "blk.0.mixed.part.chunk.1"} < {*nodes_of_op(plan, "reduce_scatter")}
     assert any(name.endswith(".whole.chunk.1") for name in nodes_of_op(plan, "all_gather"))
-    assert plan.cost.hidden > 0
+    assert plan.cost.overlapped_seconds > 0
     expected, got = results(plan_layers(ReferenceBackend(), 1), 0), results(plan, 0)
     for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)

@@ -49,7 +49,7 @@ from .amx_matrices import (
     STORE_SUMS,
     TERM_BYTES,
     WEIGHT_TERMS,
-    append_end_step,
+    append_dummy_end_step,
     convert_query_lanes_to_matrix,
     count_bf16_terms,
     make_append_matmul_steps,
@@ -353,7 +353,7 @@ def _make_run_jobs_in_pipeline(k: DType, v: DType) -> Subroutine:
             if i >= 2:
                 end = list_results(end, job - 2 * JOB_BYTES, values, weights + even * WEIGHT_BYTES, wide)
             if end > steps:
-                append_end_step(end)
+                append_dummy_end_step(end)
                 begin_steps(mine, steps)
             if 0 < i <= count:
                 compute_weights(

@@ -193,7 +193,7 @@ def make_run_amx_steps() -> Subroutine:
 
 
 @subroutine
-def append_end_step(end):
+def append_dummy_end_step(end):
     """Append a dummy AMX step with valid operands: the last real step loads the operands of the step after it."""
     store_long(end + STEP_LEFT, load_long(end - STEP_BYTES + STEP_LEFT))
     store_long(end + STEP_RIGHT, load_long(end - STEP_BYTES + STEP_RIGHT))

@@ -37,7 +37,7 @@ from ...simd.vectors import (
     zero_ints,
     zeros,
 )
-from ..vector.block_rows import BLOCK_ELEMENTS, Q8_0_MAX_CODE, SCALE_BYTES, reciprocal_or_zero
+from ..vector.block_rows import BLOCK_ELEMENTS, Q8_0_MAX_CODE, SCALE_BYTES, compute_reciprocal_or_zero
 
 TRANSPOSED_BLOCK_BYTES = 512
 """Bytes of a transposed block of 16 keys."""
@@ -70,7 +70,7 @@ def make_quantise_query(dtype: DType) -> Subroutine:
         for c in range(0, size, BLOCK_ELEMENTS):
             x, y, at = load(query + 4 * c), load(query + 4 * c + 64), c // BLOCK_ELEMENTS * 4
             d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
-            factor = reciprocal_or_zero(d)
+            factor = compute_reciprocal_or_zero(d)
             x, y = round_away(mul(x, factor)), round_away(mul(y, factor))
             store_u8_lanes(to + c, truncate_to_int(x))
             store_u8_lanes(to + c + 16, truncate_to_int(y))

@@ -18,7 +18,7 @@ from ..vector.elementwise import (
     add_binary_step,
     load_lanes,
     make_row_args,
-    make_row_walk,
+    make_row_loop_args,
     store_lanes,
 )
 from ..vector.vector_functions import GATED
@@ -101,7 +101,11 @@ def _add_quantised_gated_unit(steps: StepTableBuilder, call: BoundInstruction) -
 def _make_gated_unit_thread_work(sources: Sequence[Operand], to: QuantisedTarget) -> ThreadWork | None:
     """Make the work of one thread for the gated unit kernel; None if the kernel cannot loop over the operands."""
     operands = [*sources, to.float_rows]
-    walk = make_row_walk(to.float_rows.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
+    walk = (
+        make_row_loop_args(to.float_rows.shape, operands, whole_rows=True)
+        if all(o.is_float for o in operands)
+        else None
+    )
     if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4, 4]:
         return None
     return ThreadWork(ARGS(walk=walk, between=to.thread_stride_bytes, rounding=to.rounding_words), sources, to.writes)

@@ -39,7 +39,7 @@ from ...simd.fold_halves import (
     reduce_two_to_max_magnitude,
     reduce_two_to_sum,
     splat_lower_half,
-    splat_upper_half,
+    splat_number_of_upper_half,
     store_both_halves,
 )
 from ...simd.vectors import (
@@ -91,7 +91,9 @@ def quantise_activation_block(x, record, zero):
     raised = where_less(scales, splat(MIN_SCALE), splat(SCALE_RAISE_FACTOR), splat(FLOAT_ONE))
     inverse = where_less(zeros(), scales, div(splat(FLOAT_ONE), mul(scales, raised)), zeros())
     i = round_small_floats_to_int(mul(mul(low, splat_lower_half(raised)), splat_lower_half(inverse)))
-    j = round_small_floats_to_int(mul(mul(high, splat_upper_half(raised)), splat_upper_half(inverse)))
+    j = round_small_floats_to_int(
+        mul(mul(high, splat_number_of_upper_half(raised)), splat_number_of_upper_half(inverse))
+    )
     store_u8_lanes(record, i)
     store_u8_lanes(record + 16, j)
     sums = reduce_two_to_sum(i, j)

@@ -91,7 +91,7 @@ def emit_load(b: Any, address: Any, offset: int, kind: ir.Type = _B) -> Any:
     return b.load(b.bitcast(pointer, kind.as_pointer()), align=1)
 
 
-def emit_load_as_int32_lanes(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
+def emit_load_with_zero_extension(b: Any, address: Any, offset: int, element: ir.Type) -> Any:
     """Emit code that loads 16 unsigned numbers of type `element`, and extends each with zeros to a 32-bit lane."""
     return b.zext(emit_load(b, address, offset, ir.VectorType(element, LANES)), _I)
 
@@ -319,7 +319,7 @@ def make_signed_code_book_loaders(
     def load_bits(b: Any, p: Any, v: int, index: Any) -> list[Any]:
         bits = [emit_bit_test_per_byte(b, index, 7)]
         if high_bits:
-            high = b.bitcast(emit_load_as_int32_lanes(b, p, bits_offset, _i8), _B)
+            high = b.bitcast(emit_load_with_zero_extension(b, p, bits_offset, _i8), _B)
             spread = emit_bit_field_extraction(b, high, 4 * v * high_bits, high_bits)
             bits += [emit_bit_test_per_byte(b, spread, bit) for bit in range(high_bits)]
         return [*bits, emit_bit_test_per_byte(b, emit_load(b, p, signs_offset), 7)] if has_index_bits else bits
@@ -345,7 +345,7 @@ def make_signed_code_book_loaders(
             for i in range(4)
         ]
         if high_bits:
-            high = emit_load_as_int32_lanes(b, p, bits_offset, _i8)
+            high = emit_load_with_zero_extension(b, p, bits_offset, _i8)
             lanes = [b.or_(x, emit_index_high_bits(b, high, high_bits * i, high_bits)) for i, x in enumerate(lanes)]
         if has_index_bits:
             stored = emit_load(b, p, signs_offset, _I)

@@ -33,7 +33,7 @@ from .code_books import (
     emit_index_high_bits,
     emit_levels_of_8_columns,
     emit_load,
-    emit_load_as_int32_lanes,
+    emit_load_with_zero_extension,
     has_128_byte_permutes,
     make_code_book_loaders,
 )
@@ -119,12 +119,12 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
     of_shift = [15] * 4 if has_one_shift else [bits * i + 3 for i in range(4)]
 
     def permute_shifts(b: Any, p: Any) -> list[Any]:
-        positive = b.bitcast(b.not_(emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16)), _B)
+        positive = b.bitcast(b.not_(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16)), _B)
         return [b.and_(emit_bit_field_extraction(b, positive, at - 1, 0), bytes_of(2)) for at in of_shift]
 
     def permute(b: Any, addresses: Sequence[Any]) -> list[list[Any]]:
         indices = [emit_load(b, p, 0) for p in addresses]
-        high = [b.bitcast(emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
+        high = [b.bitcast(emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16), _B) for p in addresses]
         high = [emit_bit_field_extraction(b, x, -4, bits) for x in high]
         set_bits = [
             [emit_bit_test_per_byte(b, x, 7), *(emit_bit_test_per_byte(b, y, bit) for bit in (4, 5, 6))]
@@ -143,7 +143,7 @@ def make_iq1_code_book_loaders(bits: int, *, has_one_shift: bool) -> CodeBookLoa
         return blocks
 
     def gather_one(b: Any, p: Any) -> list[Any]:
-        index, high = emit_load(b, p, 0), emit_load_as_int32_lanes(b, p, VECTOR_BYTES, _i16)
+        index, high = emit_load(b, p, 0), emit_load_with_zero_extension(b, p, VECTOR_BYTES, _i16)
         lanes = [
             b.or_(emit_byte_of_each_lane(b, index, i), emit_index_high_bits(b, high, bits * i, 3)) for i in range(4)
         ]

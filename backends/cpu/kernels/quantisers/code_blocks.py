@@ -52,11 +52,11 @@ from ...steps.partition import compute_thread_range
 from .scale_search import (
     ONE,
     ZERO,
+    make_scale_candidates_of_both_signs,
     make_scale_choice,
     make_scale_search,
     search_scale,
     single,
-    spread_two_sides,
     sum_weights,
     write_error_weights,
 )
@@ -99,7 +99,7 @@ def make_fp4_table() -> np.ndarray:
 
 
 @subroutine
-def look_up(v, table):
+def look_up_cells(v, table):
     """Look each lane of `v` up in a table of `make_cell_table`; numbers beyond the table use its first or last cell."""
     cells = round_down(add(v, v))
     cells = clamp_max(clamp_min(cells, splat(single(-CELL_COUNT // 2))), splat(single(CELL_COUNT // 2 - 1)))
@@ -109,7 +109,7 @@ def look_up(v, table):
 @subroutine
 def round_to_code_book(v, table, unused):
     """Round each lane to the nearest value of a code book; `table` is the address of its `make_cell_table`."""
-    return look_up(v, table)
+    return look_up_cells(v, table)
 
 
 search_book_scale = make_scale_search(round_to_code_book)
@@ -117,7 +117,7 @@ choose_book_scale = make_scale_choice(round_to_code_book)
 
 
 @subroutine
-def write_indices(x, scale, table, to):
+def write_code_book_indices(x, scale, table, to):
     """Quantise 32 numbers: write the index of the nearest code-book value as one byte each.
 
     Args:
@@ -128,7 +128,7 @@ def write_indices(x, scale, table, to):
     """
     inverse = splat(find_inverse(scale))
     for i in range(0, BLOCK, LANES):
-        index = look_up(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
+        index = look_up_cells(mul(load(x + 4 * i), inverse), table + 4 * CELL_COUNT)
         store_u8_lanes(to + i, round_small_floats_to_int(index))
 
 
@@ -141,7 +141,7 @@ def search_iq4_scale(x, w, table):
         w: address of the weights of their squared errors.
         table: address of `make_iq4_table`.
     """
-    spread = spread_two_sides(single(-127), single(113), single(0.82), single(0.04))
+    spread = make_scale_candidates_of_both_signs(single(-127), single(113), single(0.82), single(0.04))
     return search_book_scale(x, w, BLOCK, table, 0, spread, 3)
 
 
@@ -156,7 +156,7 @@ def quantise_iq4_nl(a, thread, threads):
             block, source = y + (i * columns + c) // BLOCK * 18, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, BLOCK)
             scale = round_scalar_to_half(search_iq4_scale(source, scratch + WEIGHTS, table))
-            write_indices(source, scale, table, scratch + CODES)
+            write_code_book_indices(source, scale, table, scratch + CODES)
             store_lane_0_as_f16(block, splat(scale))
             store_halves(scratch + CODES, block + 2)
     return 0
@@ -180,7 +180,7 @@ def quantise_iq4_xs(a, thread, threads):
             for j in range(8):
                 store_scalar(scales + 4 * j, search_iq4_scale(source + 128 * j, w + 128 * j, table))
                 store_scalar(strengths + 4 * j, sum_weights(w + 128 * j, BLOCK))
-            spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
+            spread = make_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
             common = round_scalar_to_half(search_scale(scales, strengths, LANES, smallest, limit, spread, 2))
             store_lane_0_as_f16(block, splat(common))
             high_bits = 0
@@ -191,7 +191,7 @@ def quantise_iq4_xs(a, thread, threads):
                     xj, w + 128 * j, BLOCK, table, 0, common, scale, integer_steps(), smallest, limit
                 )
                 store_byte(scratch + SCALE_CODES + j, to_int(code - smallest))
-                write_indices(xj, code * common, table, scratch + CODES)
+                write_code_book_indices(xj, code * common, table, scratch + CODES)
                 store_halves(scratch + CODES, block + 8 + 16 * j)
             for j in range(8):
                 high_bits |= (load_byte(scratch + SCALE_CODES + j) >> 4) << (2 * j)
@@ -223,7 +223,7 @@ def quantise_mxfp4(a, thread, threads):
             for k in range(0, BLOCK, LANES):
                 v = mul(load(source + 4 * k), inverse)
                 # Of two values at the same distance the smaller magnitude is chosen: the cells do so below zero.
-                index = look_up(negative(absolute(v)), table + 4 * CELL_COUNT)
+                index = look_up_cells(negative(absolute(v)), table + 4 * CELL_COUNT)
                 index = where_less(zeros(), v, clamp_min(sub(index, splat(SIGN)), zeros()), index)
                 store_u8_lanes(scratch + CODES + k, round_small_floats_to_int(index))
             store_halves(scratch + CODES, block + 1)

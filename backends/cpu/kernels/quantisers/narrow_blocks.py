@@ -41,8 +41,16 @@ from ...simd.vectors import (
     zeros,
 )
 from ...steps.partition import compute_thread_range
-from .code_blocks import ARGS, CELL_COUNT, look_up, make_cell_table
-from .scale_search import ONE, ZERO, search_scale, single, spread_two_sides, write_codes, write_error_weights
+from .code_blocks import ARGS, CELL_COUNT, look_up_cells, make_cell_table
+from .scale_search import (
+    ONE,
+    ZERO,
+    make_scale_candidates_of_both_signs,
+    search_scale,
+    single,
+    write_codes,
+    write_error_weights,
+)
 from .small_blocks import find_inverse
 from .super_blocks import ARGS as PLAIN_ARGS
 from .super_blocks import CODES, SCRATCH_BYTES, WEIGHTS
@@ -91,7 +99,7 @@ def quantise_q2_0(a, thread, threads):
         for c in range(0, columns, Q2_BLOCK):
             block, source = y + (i * columns + c) // Q2_BLOCK * 18, x + 4 * (i * columns + c)
             write_error_weights(source, importance + 4 * c if importance != 0 else 0, scratch + WEIGHTS, Q2_BLOCK)
-            spread = spread_two_sides(low, high, single(0.8), single(0.12))
+            spread = make_scale_candidates_of_both_signs(low, high, single(0.8), single(0.12))
             scale = search_scale(source, scratch + WEIGHTS, Q2_BLOCK, low, high, spread, 4)
             scale = round_scalar_to_half(scale)
             store_lane_0_as_f16(block, splat(scale))
@@ -126,7 +134,7 @@ def choose_scale_code(x, w, table):
     inverse, error = where_less(zeros(), scales, div(splat(ONE), scales), zeros()), zeros()
     for i in range(LANES):
         v = splat_from(x + 4 * i)
-        difference = sub(mul(scales, look_up(mul(v, inverse), table)), v)
+        difference = sub(mul(scales, look_up_cells(mul(v, inverse), table)), v)
         error = fma(mul(splat_from(w + 4 * i), difference), difference, error)
     return to_int(select_lane(codes, find_lane(error, lane_min(error))))
 
@@ -146,7 +154,7 @@ def quantise_nvfp4(a, thread, threads):
                 code = choose_scale_code(xj, scratch + WEIGHTS + 64 * j, table)
                 store_byte(block + j, code)
                 inverse = splat(find_inverse(load_scalar(table + SCALE_TABLE + 4 * code)))
-                indices = look_up(mul(load(xj), inverse), table + 4 * CELL_COUNT)
+                indices = look_up_cells(mul(load(xj), inverse), table + 4 * CELL_COUNT)
                 store_u8_lanes(scratch + CODES, round_small_floats_to_int(indices))
                 for k in range(8):
                     high = load_byte(scratch + CODES + 8 + k)

@@ -93,7 +93,7 @@ def sum_weights(w, n):
 
 
 @subroutine
-def spread_one_side(limit, first, step):
+def make_scale_candidates(limit, first, step):
     """Return 16 candidates for the inverse scale of a block, times its peak: ``limit * (first + step * lane)``.
 
     The peak is the number of largest magnitude.
@@ -102,7 +102,7 @@ def spread_one_side(limit, first, step):
 
 
 @subroutine
-def spread_two_sides(low, high, first, step):
+def make_scale_candidates_of_both_signs(low, high, first, step):
     """Return 16 candidates for the inverse scale of a block, times its peak: `low` and `high`, each times 8 factors.
 
     The peak is the number of largest magnitude. The factors are ``first + step * i`` for i from 0 to 7.

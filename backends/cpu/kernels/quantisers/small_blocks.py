@@ -39,11 +39,11 @@ from .scale_search import (
     ONE,
     ZERO,
     find_peak,
+    make_scale_candidates_of_both_signs,
     round_to_codes,
     search_scale,
     search_scale_and_minimum,
     single,
-    spread_two_sides,
     write_codes,
     write_error_weights,
 )
@@ -88,7 +88,7 @@ def write_symmetric_block(x, importance, scratch, middle, d):
             store_u8_lanes(codes + i, round_small_floats_to_int(q))
     else:
         write_error_weights(x, importance, scratch + WEIGHTS, BLOCK)
-        spread = spread_two_sides(-middle, middle - ONE, single(0.86), single(0.04))
+        spread = make_scale_candidates_of_both_signs(-middle, middle - ONE, single(0.86), single(0.04))
         scale = search_scale(x, scratch + WEIGHTS, BLOCK, -middle, middle - ONE, spread, 3)
         write_codes(x, BLOCK, scale, ZERO, -middle, middle - ONE, codes)
     store_lane_0_as_f16(d, splat(scale))

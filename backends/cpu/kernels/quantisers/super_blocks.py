@@ -30,11 +30,11 @@ from .scale_search import (
     ZERO,
     choose_signed_scale,
     choose_stored_pair,
+    make_scale_candidates,
+    make_scale_candidates_of_both_signs,
     search_scale,
     search_scale_and_minimum,
     single,
-    spread_one_side,
-    spread_two_sides,
     sum_weights,
     write_codes,
     write_error_weights,
@@ -55,7 +55,7 @@ integer_steps = make_lane_constant([*range(-8, 8)])
 
 
 @subroutine
-def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin):
+def quantise_blocks_with_minima(x, importance, scratch, size, top, first, step, limit, d, dmin):
     """Quantise 256 numbers with a scale and a minimum for each block of `size` numbers.
 
     Codes, and the integers that store scales and minima, go to `scratch`.
@@ -83,7 +83,7 @@ def search_pairs(x, importance, scratch, size, top, first, step, limit, d, dmin)
         store_scalar(scratch + SCALES + 4 * j, ZERO)
         store_scalar(scratch + MINIMA + 4 * j, ZERO)
         store_scalar(scratch + STRENGTHS + 4 * j, ZERO)
-    numerators = spread_one_side(limit, COMMON_FIRST, COMMON_STEP)
+    numerators = make_scale_candidates(limit, COMMON_FIRST, COMMON_STEP)
     strengths = scratch + STRENGTHS
     common = round_scalar_to_half(search_scale(scratch + SCALES, strengths, LANES, ZERO, limit, numerators, 2))
     unit = round_scalar_to_half(search_scale(scratch + MINIMA, strengths, LANES, ZERO, limit, numerators, 2))
@@ -180,7 +180,7 @@ def quantise_q2_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 84
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            search_pairs(
+            quantise_blocks_with_minima(
                 source,
                 weights,
                 scratch,
@@ -209,7 +209,9 @@ def quantise_q4_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 144
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            search_pairs(source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2)
+            quantise_blocks_with_minima(
+                source, weights, scratch, 32, single(15), FIRST, STEP, single(63), block, block + 2
+            )
             store_6_bit_pairs(scratch, block + 4)
             store_4_bit_codes(scratch + CODES, block + 16)
     return 0
@@ -229,7 +231,9 @@ def quantise_q5_k(a, thread, threads):
             block = y + (i * columns + c) // SUPER_BLOCK * 176
             weights = importance + 4 * c if importance != 0 else 0
             source = x + 4 * (i * columns + c)
-            search_pairs(source, weights, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2)
+            quantise_blocks_with_minima(
+                source, weights, scratch, 32, single(31), FIRST, STEP, single(63), block, block + 2
+            )
             store_6_bit_pairs(scratch, block + 4)
             for k in range(0, 32, LANES):
                 store_u8_lanes(block + 16 + k, join_high_bits(scratch + CODES + k, 32, 1, 4, 8))
@@ -238,7 +242,7 @@ def quantise_q5_k(a, thread, threads):
 
 
 @subroutine
-def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
+def quantise_blocks_with_signed_scales(x, importance, scratch, lowest, highest, smallest, limit, numerators, d):
     """Quantise 256 numbers with a signed scale for each block of 16 numbers.
 
     The codes, and the integers that store the scales, go to `scratch`. Each integer is written minus `smallest`, so
@@ -261,7 +265,7 @@ def search_signed_scales(x, importance, scratch, lowest, highest, smallest, limi
         scale = search_scale(x + 64 * j, w + 64 * j, LANES, lowest, highest, numerators, 3)
         store_scalar(scratch + SCALES + 4 * j, scale)
         store_scalar(scratch + STRENGTHS + 4 * j, sum_weights(w + 64 * j, LANES))
-    spread = spread_two_sides(smallest, limit, single(0.99), single(0.005))
+    spread = make_scale_candidates_of_both_signs(smallest, limit, single(0.99), single(0.005))
     common = search_scale(scratch + SCALES, scratch + STRENGTHS, LANES, smallest, limit, spread, 2)
     common = round_scalar_to_half(common)
     store_lane_0_as_f16(d, splat(common))
@@ -287,8 +291,8 @@ def quantise_q3_k(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 110
             weights = importance + 4 * c if importance != 0 else 0
-            spread = spread_two_sides(single(-4), single(3), single(0.8), single(0.08))
-            search_signed_scales(
+            spread = make_scale_candidates_of_both_signs(single(-4), single(3), single(0.8), single(0.08))
+            quantise_blocks_with_signed_scales(
                 x + 4 * (i * columns + c),
                 weights,
                 scratch,
@@ -323,8 +327,8 @@ def quantise_q6_k(a, thread, threads):
         for c in range(0, columns, SUPER_BLOCK):
             block = y + (i * columns + c) // SUPER_BLOCK * 210
             weights = importance + 4 * c if importance != 0 else 0
-            spread = spread_one_side(single(-32), single(0.96), single(0.006))
-            search_signed_scales(
+            spread = make_scale_candidates(single(-32), single(0.96), single(0.006))
+            quantise_blocks_with_signed_scales(
                 x + 4 * (i * columns + c),
                 weights,
                 scratch,

@@ -32,7 +32,7 @@ from ...simd.vectors import (
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import FusedBinding, FusionMatcher, StepTableBuilder
 from ..packed.weight_packing import INVALID_ROW
-from ..rows.norms import NORM_FACTORS, select_norm_factor_name, sum_of_squares
+from ..rows.norms import NORM_FACTORS, compute_sum_of_squares, select_norm_factor_name
 from ..vector.elementwise import load_lanes, store_lanes
 from ..vector.vector_functions import silu
 
@@ -263,7 +263,7 @@ def make_convolution_and_head_norm_kernel(norm: str) -> Kernel:
                         z = to + 4 * size * (n * tokens * many + head - low)
                         for t in range(first, last):
                             source, target = y + t * between, z + 4 * t * many * size
-                            f = splat(factor(sum_of_squares(source, size), size, eps))
+                            f = splat(factor(compute_sum_of_squares(source, size), size, eps))
                             for c in range(0, 4 * size, 4 * LANES):
                                 store(target + c, mul(load(source + c), f))
         return 0

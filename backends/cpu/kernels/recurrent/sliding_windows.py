@@ -90,7 +90,7 @@ class SlidingWindowShape:
         counts = self.count_windows(image.shape[2:])
         return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
-    def compute_entry_offsets(self, image: Operand, channels: int) -> Offsets:
+    def compute_entry_byte_offsets(self, image: Operand, channels: int) -> Offsets:
         """Compute the byte offset of each entry from the start of its window, for images with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
@@ -140,7 +140,7 @@ def _bind_windows(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     if not (_can_read_windows(x, windows) and y.is_float and y.is_dense):
         return False
     image = windows.make_padded_image(steps, x, y)
-    starts, entries = windows.compute_window_offsets(image), windows.compute_entry_offsets(image, x.shape[1])
+    starts, entries = windows.compute_window_offsets(image), windows.compute_entry_byte_offsets(image, x.shape[1])
     words = ARGS(
         x=image.address,
         images=x.shape[0],
@@ -205,7 +205,7 @@ def _add_image_convolution(steps: StepTableBuilder, slide: BoundInstruction, pro
         [image, product.operand(1)],
         windows=steps.constant(windows.compute_window_offsets(image)).address,
         entries=steps.constant(
-            windows.compute_entry_offsets(image, product.operand(0).shape[-1] // w.shape[3])
+            windows.compute_entry_byte_offsets(image, product.operand(0).shape[-1] // w.shape[3])
         ).address,
     )
 

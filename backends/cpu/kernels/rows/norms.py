@@ -21,8 +21,8 @@ from ..vector.elementwise import (
     ELEMENT_STRIDE_WORDS,
     load_lanes,
     make_row_args,
-    make_row_walk,
-    make_whole_row_walk,
+    make_row_loop_args,
+    make_whole_row_loop_args,
     store_lanes,
 )
 
@@ -30,7 +30,7 @@ FLOAT_ONE = np.float32(1)
 
 
 @subroutine
-def sum_of_squares(x, n):
+def compute_sum_of_squares(x, n):
     """Return the sum of squares of `n` float32."""
     first, second = zeros(), zeros()
     c = 0
@@ -86,7 +86,7 @@ def make_rms_or_l2_norm_kernel(name: str) -> Kernel:
         lo, hi = compute_thread_range(NORM_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
             x, y = NORM_ARGS.x(a, i), NORM_ARGS.y(a, i)
-            f = splat(factor(sum_of_squares(x, n), n, eps))
+            f = splat(factor(compute_sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
                 store_lanes(y, c, n, mul(load_lanes(x, c, n, 4), f))
         return 0
@@ -129,7 +129,7 @@ def scaled_rms_norm(a, thread, threads):
     for i in range(lo, hi):
         x, w = SCALED_NORM_ARGS.x(a, i), SCALED_NORM_ARGS.w(a, i)
         y = SCALED_NORM_ARGS.y(a, i) + thread * SCALED_NORM_ARGS.between(a)
-        f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
+        f = splat(compute_rms_factor(compute_sum_of_squares(x, n), n, eps))
         for c in range(0, n, LANES):
             store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
         quantise_row_to_targets(a, ROUNDING_WORD, i, y, n)
@@ -146,7 +146,7 @@ def _make_norm_binding(name: str) -> InstructionBinder:
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
-        walked = make_whole_row_walk(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+        walked = make_whole_row_loop_args(steps, x, y) if y.shape and y.is_dense_along(-1) else None
         if walked is None:
             return False
         walk, x = walked
@@ -232,7 +232,7 @@ def _make_scaled_rms_norm_work(
     norm: BoundInstruction, x: Operand, factors: Operand, y: Operand, to: QuantisedTarget | None = None
 ) -> ThreadWork | None:
     """Make the work of one thread for the kernel `scaled_rms_norm`; None if the kernel cannot loop over the rows."""
-    walk, to = make_row_walk(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
+    walk, to = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True), to or QuantisedTarget(y, [y])
     if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4]:
         return None
     words = SCALED_NORM_ARGS(

@@ -41,7 +41,7 @@ from ...simd.vectors import (
 )
 from ...steps.partition import compute_thread_range
 from ...steps.step_table import InstructionBinder, StepTableBuilder
-from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_walk, store_lanes
+from ..vector.elementwise import load_lanes, make_row_args, make_whole_row_loop_args, store_lanes
 from ..vector.vector_functions import exp
 
 FLOAT_ONE, FLOAT_ZERO, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
@@ -218,7 +218,7 @@ MASK_ARGS = declare_args("positions count cells window y")
 
 
 @kernel
-def causal_mask(a, thread, threads):
+def compute_causal_mask(a, thread, threads):
     """Compute the causal attention mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
 
     A token sees the cells up to its position; with a `window` other than 0, only the last `window` of them.
@@ -238,7 +238,7 @@ def _make_reduction_binding(name: str) -> InstructionBinder:
 
     def bind(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         x, y = call.operand(0), call.out
-        walked = make_whole_row_walk(steps, x, y) if y.is_dense and x.shape[-1] else None
+        walked = make_whole_row_loop_args(steps, x, y) if y.is_dense and x.shape[-1] else None
         if walked is None:
             return False
         walk, x = walked
@@ -255,7 +255,7 @@ def _make_reduction_binding(name: str) -> InstructionBinder:
 
 def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
-    walked = make_whole_row_walk(steps, x, y) if y.shape and y.is_dense_along(-1) else None
+    walked = make_whole_row_loop_args(steps, x, y) if y.shape and y.is_dense_along(-1) else None
     if walked is None:
         return False
     walk, x = walked
@@ -268,7 +268,7 @@ def _bind_accumulation(steps: StepTableBuilder, call: BoundInstruction) -> bool:
 def _bind_softmax(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     x, y = call.operand(0), call.out
     alone = call.optional_operand(1) is None and call.optional_operand(2) is None
-    walked = make_whole_row_walk(steps, x, y) if alone and y.is_dense_along(-1) else None
+    walked = make_whole_row_loop_args(steps, x, y) if alone and y.is_dense_along(-1) else None
     if walked is None:
         return False
     walk, x = walked
@@ -293,7 +293,7 @@ def _bind_causal_mask(steps: StepTableBuilder, call: BoundInstruction) -> bool:
         return False
     count, cells, window = int(np.prod(pos.shape)), y.shape[-1], int(np.asarray(call.attrs["window"]))
     words = MASK_ARGS(positions=pos.address, count=count, cells=cells, window=window, y=y.address)
-    steps.add(causal_mask, words, reads=[pos], writes=[y])
+    steps.add(compute_causal_mask, words, reads=[pos], writes=[y])
     return True
 
 

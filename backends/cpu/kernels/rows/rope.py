@@ -31,10 +31,10 @@ from ..vector.elementwise import (
     add_unary_step,
     load_lanes,
     make_row_args,
-    make_row_walk,
+    make_row_loop_args,
     store_lanes,
 )
-from .norms import compute_rms_factor, sum_of_squares
+from .norms import compute_rms_factor, compute_sum_of_squares
 
 ANGLE_ARGS = declare_args(
     "positions count run run_bytes position_bytes further frequency divisors pairs magnitude:f32 cosines sines"
@@ -157,7 +157,7 @@ def make_norm_and_rope_kernel(neighbours: bool) -> Kernel:
         lo, hi = share_of(SCALED_ROTATION_ARGS.rows(a), thread, threads)
         for i in range(lo, hi):
             x, w, y = SCALED_ROTATION_ARGS.x(a, i), SCALED_ROTATION_ARGS.w(a, i), SCALED_ROTATION_ARGS.y(a, i)
-            f = splat(compute_rms_factor(sum_of_squares(x, n), n, eps))
+            f = splat(compute_rms_factor(compute_sum_of_squares(x, n), n, eps))
             for c in range(0, n, LANES):
                 store_lanes(y, c, n, mul(mul(load_lanes(x, c, n, 4), f), load_lanes(w, c, n, step)))
             at = 4 * pairs * ((first + i) // rows)
@@ -189,7 +189,7 @@ class RotationPlan:
 def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     """Add the steps of a `rope` or `rope_multi`; return False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
-    if not x.is_float or _make_rotation_walk(x, y) is None:
+    if not x.is_float or _make_rotation_loop_args(x, y) is None:
         return False
     if not _int_attribute(call, "n_dims"):
         return add_unary_step(steps, "copy", x, y)
@@ -209,7 +209,7 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     )
 
     def make_thread_work(x: Operand, y: Operand, rows_per_head: int, first: int) -> ThreadWork:
-        walk = _make_rotation_walk(x, y)
+        walk = _make_rotation_loop_args(x, y)
         assert walk is not None
         words = ROTATION_ARGS(
             walk=walk,
@@ -238,9 +238,9 @@ def _bind_rope(steps: StepTableBuilder, call: BoundInstruction) -> bool:
     return True
 
 
-def _make_rotation_walk(x: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_walk`) of the RoPE kernel for rows of `x` and `y`; None if impossible."""
-    walk = make_row_walk(y.shape, [x, y], whole_rows=True)
+def _make_rotation_loop_args(x: Operand, y: Operand) -> list[int] | None:
+    """Make the loop arguments (`make_row_loop_args`) of the RoPE kernel for rows of `x` and `y`; None if impossible."""
+    walk = make_row_loop_args(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS] != [4, 4] else walk
 
 
@@ -341,7 +341,7 @@ def _fuse_norm_and_rotation(flow: Dataflow, number: int) -> FusedBinding:
         rope.op == "rope" and _int_attribute(rope, "n_dims") and is_rope_supported(rope), "the rotation has no kernel"
     )
     require_supported(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
-    require_supported(_make_norm_rotation_walk(x, factors, y) is not None, "operands have no rows")
+    require_supported(_make_norm_rotation_loop_args(x, factors, y) is not None, "operands have no rows")
     require_no_alias(y, [factors], [x])
     return FusedBinding(chain, partial(_add_norm_and_rotation, norm=norm, product=product, rope=rope))
 
@@ -353,7 +353,7 @@ def _add_norm_and_rotation(
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, make_rotation_plan(steps, rope)
 
     def make_thread_work(x: Operand, factors: Operand, y: Operand, first: int) -> ThreadWork:
-        walk = _make_norm_rotation_walk(x, factors, y)
+        walk = _make_norm_rotation_loop_args(x, factors, y)
         assert walk is not None
         words = SCALED_ROTATION_ARGS(
             walk=walk,
@@ -379,9 +379,9 @@ def _add_norm_and_rotation(
         steps.add(kernel, whole.words, reads=whole.reads, writes=whole.writes)
 
 
-def _make_norm_rotation_walk(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_walk`) of the fused norm and rotation kernel; None if impossible."""
-    walk = make_row_walk(y.shape, [x, factors, y], whole_rows=True)
+def _make_norm_rotation_loop_args(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    """Make the loop arguments (`make_row_loop_args`) of the fused norm and rotation kernel; None if impossible."""
+    walk = make_row_loop_args(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENT_STRIDE_WORDS][::2] != [4, 4] else walk
 
 

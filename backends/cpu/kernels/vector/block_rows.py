@@ -85,7 +85,7 @@ def _make_expand_cache_blocks(nbytes: int, load: Subroutine) -> Subroutine:
 
 
 @subroutine
-def reciprocal_or_zero(scale):
+def compute_reciprocal_or_zero(scale):
     """Return ``1 / scale``, or 0 if the scale is 0."""
     return where_nonzero(scale, div(splat(FLOAT_ONE), scale), zeros())
 
@@ -97,7 +97,7 @@ def store_q8_0_cache_block(row, c, x, y):
     The vectors `x` and `y` are the halves of the block. The largest magnitude gets the code 127 or -127.
     """
     d = div(splat(lane_max(larger(absolute(x), absolute(y)))), splat(Q8_0_MAX_CODE))
-    block, factor = row + c // BLOCK_ELEMENTS * 34, reciprocal_or_zero(d)
+    block, factor = row + c // BLOCK_ELEMENTS * 34, compute_reciprocal_or_zero(d)
     store_lane_0_as_f16(block, d)
     store_u8_lanes(block + SCALE_BYTES, truncate_to_int(round_away(mul(x, factor))))
     store_u8_lanes(block + SCALE_BYTES + 16, truncate_to_int(round_away(mul(y, factor))))
@@ -111,7 +111,7 @@ def store_q4_0_cache_block(row, c, x, y):
     """
     low, high = splat(lane_min(smaller(x, y))), splat(lane_max(larger(x, y)))
     d = div(where_less(sub(zeros(), low), high, high, low), splat(Q4_0_MIN_CODE))
-    block, factor = row + c // BLOCK_ELEMENTS * 18, reciprocal_or_zero(d)
+    block, factor = row + c // BLOCK_ELEMENTS * 18, compute_reciprocal_or_zero(d)
     store_lane_0_as_f16(block, d)
     x = minimum(round_to_zero(add(mul(x, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE))
     y = minimum(round_to_zero(add(mul(y, factor), splat(Q4_0_CODE_OFFSET))), splat(Q4_0_MAX_CODE))

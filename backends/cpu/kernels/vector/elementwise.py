@@ -239,7 +239,7 @@ MAX_ROW_ELEMENTS = 2048
 """Largest length of the rows into which a longer run is cut, so that threads have rows to share."""
 
 
-def make_row_walk(
+def make_row_loop_args(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
     """Make the loop arguments of a kernel over rows: row length, row counts, addresses, strides; None if impossible.
@@ -320,34 +320,34 @@ def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Ope
     return to if can_copy(x, to) else x
 
 
-def _make_strided_copy_walk(x: Operand, to: Operand) -> list[int] | None:
+def _make_strided_copy_loop_args(x: Operand, to: Operand) -> list[int] | None:
     """Make the loop arguments (`make_row_walk`) of `copy_strided_rows`; None if it cannot loop over both operands."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
-    walk = make_row_walk(to.shape, [x, to], apart=True)
+    walk = make_row_loop_args(to.shape, [x, to], apart=True)
     if walk is None or walk[-1] != 4:
-        walk = make_row_walk(to.shape, [x, to], whole_rows=True, apart=True)
+        walk = make_row_loop_args(to.shape, [x, to], whole_rows=True, apart=True)
     return None if walk is None or walk[-1] != 4 else walk
 
 
 def can_copy(x: Operand, to: Operand) -> bool:
     """Return whether `add_unary_step` can copy `x` to `to`."""
-    return _make_strided_copy_walk(x, to) is not None
+    return _make_strided_copy_loop_args(x, to) is not None
 
 
 def _add_strided_copy_step(steps: StepTableBuilder, x: Operand, to: Operand) -> bool:
     """Add the step that copies strided `x` to dense `to`; return False if the kernel cannot loop over both."""
-    walk = _make_strided_copy_walk(x, to)
+    walk = _make_strided_copy_loop_args(x, to)
     if walk is None:
         return False
     steps.add(copy_strided_rows, UNARY_ARGS(walk=walk), reads=[x], writes=[to])
     return True
 
 
-def make_whole_row_walk(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
+def make_whole_row_loop_args(steps: StepTableBuilder, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
     """Make the loop arguments over whole rows of `x` and `y`; return them with `x`, or with a dense copy of `x`."""
     for source in (x, _make_dense_scratch(steps, x, 0)):
-        walk = make_row_walk(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
+        walk = make_row_loop_args(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
         if walk is not None and walk[ELEMENT_STRIDE_WORDS][0] == 4:
             if source is not x:
                 _add_strided_copy_step(steps, x, source)
@@ -360,7 +360,7 @@ def _make_row_thread_work(of: RowKernel, sources: Sequence[Operand], out: Operan
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
-    walk = make_row_walk(out.shape, operands) or make_row_walk(out.shape, operands, whole_rows=True)
+    walk = make_row_loop_args(out.shape, operands) or make_row_loop_args(out.shape, operands, whole_rows=True)
     if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENT_STRIDE_WORDS][0] != 4):
         return None
     _, args, numbers = of
@@ -444,6 +444,7 @@ if not TYPE_CHECKING:
         lanes="load_lanes",
         put="store_lanes",
         row_words="make_row_args",
-        rows_of="make_row_walk",
+        rows_of="make_row_loop_args",
+        make_row_walk="make_row_loop_args",
         ELEMENTS="ELEMENT_STRIDE_WORDS",
     )

@@ -28,7 +28,7 @@ from .same_rows import as_matrix, find_gated_unit, match_gated_products
 
 
 @dataclass(frozen=True, slots=True)
-class _GatedUnit:
+class _GatedUnitMatch:
     """The fused pattern of a gated unit: two matmuls of the same rows, and the op that joins them, such as `swiglu`.
 
     - `products`: the instruction indices of the two matmuls.
@@ -44,7 +44,7 @@ class _GatedUnit:
     out: Operand
 
     @classmethod
-    def match_gated_unit(cls, flow: Dataflow, product: int) -> _GatedUnit:
+    def match_gated_unit(cls, flow: Dataflow, product: int) -> _GatedUnitMatch:
         """Match the gated unit that the matmul `product` begins.
 
         Raise `NoKernelError` if there is none, or if its two matmuls have different operands.
@@ -77,7 +77,7 @@ class _GatedUnit:
 
 
 def _launch_gated_units(
-    launches: LaunchBuilder, flow: Dataflow, chosen: _GatedUnit, other: _GatedUnit | None = None
+    launches: LaunchBuilder, flow: Dataflow, chosen: _GatedUnitMatch, other: _GatedUnitMatch | None = None
 ) -> None:
     x, ids, w = chosen.gate.operand(1), chosen.gate.operand(2), chosen.gate.operand(0)
     slots, tokens = math.prod(ids.shape), 0
@@ -107,7 +107,7 @@ def _launch_gated_units(
 
 def _fuse_expert_gated_units(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
     """Fuse the gated units of chosen experts: two matmuls with the experts' weights, and the op that joins them."""
-    chosen = _GatedUnit.match_gated_unit(flow, number)
+    chosen = _GatedUnitMatch.match_gated_unit(flow, number)
     _launch_gated_units(launches, flow, chosen)
     return chosen.instruction_numbers
 
@@ -119,7 +119,7 @@ def _fuse_expert_and_shared_gated_units(launches: LaunchBuilder, flow: Dataflow,
     ]
     of_op = {flow.bound_instruction(n).op: n for n in reversed(readers)}
     require_supported(of_op.keys() == {"mul_mat_id", "mul_mat"}, "there are no experts of both kinds")
-    chosen, other = (_GatedUnit.match_gated_unit(flow, of_op[op]) for op in ("mul_mat_id", "mul_mat"))
+    chosen, other = (_GatedUnitMatch.match_gated_unit(flow, of_op[op]) for op in ("mul_mat_id", "mul_mat"))
     numbers = [*chosen.instruction_numbers, *other.instruction_numbers]
     require_supported(number in numbers, "it is none of their products")
     _launch_gated_units(launches, flow, chosen, other)
