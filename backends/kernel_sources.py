@@ -25,5 +25,5 @@ def locate_source(function: Callable[..., Any]) -> SourceLocation:
 
 
 def dedent_source(text: str) -> str:
-    """Return a source text without its common indentation; return "" if the source is too long."""
+    """Return a source text without its common indentation, or "" if it is too long to store with a kernel."""
     return inspect.cleandoc(text) if len(text) <= MAX_SOURCE_CHARACTERS else ""

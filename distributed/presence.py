@@ -39,7 +39,7 @@ class ExitParticipant(Protocol):
         """Tell the other ranks that this process ends, and why."""
 
     def await_exit_announcements(self) -> None:
-        """Wait until all other ranks have told that they end, or until a rank fails."""
+        """Wait until all other ranks have announced that they are ending, or until a rank fails."""
 
 
 LAUNCHERS = (

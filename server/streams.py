@@ -225,7 +225,7 @@ class AnswerStream:
         return next(iter(self._requests)).rpartition("-")[0]
 
     def submit(self) -> None:
-        """Submit all requests to the engine, or none.
+        """Submit all requests of the answer to the engine; if it refuses one, submit none.
 
         Raises:
             QueueFullError: The queue is full.

@@ -23,7 +23,7 @@ MAX_TEXT_CHARACTERS = 400
 
 
 class GraphData:
-    """The data of a graph for an HTML page, with the numbers that the page uses for its nodes and values."""
+    """The data of a graph for an HTML page, and the index that the page uses for each node and value."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

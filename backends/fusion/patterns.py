@@ -107,7 +107,7 @@ class ExpertRouting(NamedTuple):
 
     @property
     def instruction_numbers(self) -> list[int]:
-        """The instructions that are present; the last instruction computes the expert weights."""
+        """The indices of all instructions of the pattern; the last one computes the expert weights."""
         return [n for n in self if n is not None]
 
 

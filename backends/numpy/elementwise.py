@@ -18,7 +18,7 @@ from ..host.bindings import Binding, Calls, HostInstruction, bind_copy, count_re
 
 
 def make_scratch_of_result_elements(factor: int, node: Node) -> int:
-    """Return `factor` times the number of elements of a node's first result, as a scratch size."""
+    """Return the scratch size of a node: `factor` elements for each element of its first result."""
     return factor * node.specs[0].size
 
 

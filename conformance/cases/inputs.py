@@ -106,7 +106,7 @@ def as_reference_array(units: Array, spec: Spec) -> Array:
 
 
 def as_block_bytes(units: Array, spec: Spec) -> Array:
-    """Return quantised blocks as rows of bytes, as in a model file: uint8 ``[..., row bytes]``."""
+    """Return the quantised blocks `units` as rows of bytes, as in a model file: uint8 ``[..., row bytes]``."""
     width = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
     return np.ascontiguousarray(units).view(np.uint8).reshape(*spec.shape[:-1], width)
 

@@ -141,7 +141,10 @@ def prepare_case(case: Case) -> RunnableCase:
 def _run_partial_cases(
     case: Case, units: Mapping[str, Array], backend: Backend, device: Device
 ) -> list[tuple[Array, Array]]:
-    """Run the partial cases of a metamorphic check in turn, and return their joined results, each with a mask."""
+    """Run the parts of a case one after the other, for a metamorphic check, and join their results.
+
+    A metamorphic check compares the joined results with the result of the whole case. Each result comes with a mask
+    of the elements to compare."""
     parts = split_case(case)
     if not parts:
         raise GraphError(f"{case} cannot be cut so")

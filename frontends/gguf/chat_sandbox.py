@@ -267,7 +267,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.charge_length(result) if isinstance(result, list) else self.charge_value(result)
 
     def call(self, context: Context, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function for a template, and check the size of the result.
+        """Call a function for a template, and refuse a result that is too large.
 
         The arguments consume fuel (steps of the execution budget) before the call.
         """

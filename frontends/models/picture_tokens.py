@@ -16,7 +16,7 @@ MIN_LOGIT = -3.4028234663852886e38
 
 
 def find_picture_token_ranges(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
-    """Find the ranges [start, stop) of tokens that stand for parts of pictures.
+    """Find the ranges [start, stop) of token ids that stand for parts of pictures (Chameleon).
 
     Their names begin with ``IMGIMG``. A file without token names has them where llama.cpp expects them.
     """

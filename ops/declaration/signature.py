@@ -362,5 +362,5 @@ def parse_signature(text: str) -> Signature:
 
 
 def merge_dimensions_and_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
-    """Return the dimension sizes and the integer attributes in one mapping by name; results may use both as sizes."""
+    """Return the dimension sizes `named` and the integer attributes in one mapping; result shapes may use both."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

@@ -183,7 +183,7 @@ class Plan:
         return estimate_run_time(self.timeline, len(self.device_plans))
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes on all devices together, by kind of memory: weight, state, constant and arena."""
+        """Return the bytes by kind of memory (weight, state, constant, arena), summed over all devices."""
         return {
             kind: sum(device_plan.memory()[kind] for device_plan in self.device_plans)
             for kind in self.device_plans[0].memory()

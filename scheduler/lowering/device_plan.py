@@ -137,7 +137,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, eq=False)
 class UnrollableProgram:
-    """A device's graph and program with few repeated layers, and the data to unroll them to all layers.
+    """A device's graph and program with a few of the repeated layers, and the data to unroll them to all layers.
 
     - `graph`, `program`: the device's part of the short graph, and the program of this part.
     - `shortened_graph`: the short graph, the full ("deep") graph with all layers, and the relation between the two.

@@ -159,7 +159,7 @@ class BranchScheduler:
         )
 
     def _schedule_clusters(self, division: Sequence[Cluster], device_count: int) -> Iterator[BranchSchedule]:
-        """Schedule clusters on devices by list scheduling; also yield schedules that moves of single clusters improve.
+        """Schedule clusters on devices by list scheduling, then move single clusters, and yield each better schedule.
 
         Args:
             division: The clusters to schedule.

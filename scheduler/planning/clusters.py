@@ -18,7 +18,9 @@ NodeSeconds = Callable[[Node], float]
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """A cluster: nodes that stay on one device, because separate devices gain nothing, and the sum of their seconds.
+    """A set of nodes that stay on one device, with the sum of their predicted run times in seconds.
+
+    Separate devices would not compute these nodes faster.
 
     `operand_reader_counts` maps each operand node, which is in another cluster, to the number of its readers in this
     cluster.

@@ -175,7 +175,7 @@ class PlanBuilder(ShardedPlanBuilder):
     def build_for_single_device(self, *reasons: str) -> Plan:
         """Build the plan for the only device of the group.
 
-        The search for factors to shard is left out, because it takes long for a large graph.
+        The search for sharded factors (axes that one split cuts together) is left out: one device shards nothing.
 
         Args:
             reasons: The reasons of the plan, as text for `explain`.

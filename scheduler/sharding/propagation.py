@@ -150,7 +150,7 @@ def propagate_layouts(
 def propagate_until_no_weight_is_gathered(
     propagate: Callable[[frozenset[Value]], ShardingAssignment],
 ) -> ShardingAssignment:
-    """Derive layouts again, with more whole weights, until no sharded weight is gathered; return the last assignment.
+    """Derive layouts until no sharded weight is gathered; each time, keep the gathered weights whole on all devices.
 
     Args:
         propagate: Derives the layouts for a given set of weights that stay whole.

@@ -231,7 +231,7 @@ def _read_third_party_source(file: str) -> bytes:
 
 
 def _list_compiled_kernel_files(definition: Kernel) -> Iterator[Path]:
-    """Yield the files that may hold compiled code of a kernel for this processor, the best file first."""
+    """Yield the files that may hold compiled code of a kernel for this processor, the most specific one first."""
     shipped = (
         [
             PRECOMPILED_FOLDER / target.name / _cache_file_name(definition)

@@ -54,7 +54,10 @@ def splat_lower_half(b, halves):
 
 @intrinsic(FLOATS, FLOATS)
 def splat_number_of_upper_half(b, halves):
-    """Return a vector with lane 8 of `halves` in all 16 lanes: the number of the upper half (lanes 8 to 15)."""
+    """Return a vector with lane 8 of `halves` in all 16 lanes.
+
+    A folded vector has one number for each half: in lanes 0 and 8.
+    """
     return b.shuffle_vector(halves, halves, _lanes([HALF_LANES] * LANES))
 
 

@@ -57,7 +57,7 @@ ASYNC_COPIES = -1
 
 
 class LoadedAndUsedRegisters(NamedTuple):
-    """The registers that one instruction loads from global memory, and the registers that it uses.
+    """The registers that an instruction loads from global memory, and the registers that it reads.
 
     If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
     """

@@ -33,7 +33,7 @@ FIRST_LAYER_VALUES = "first values"
 
 @dataclass(frozen=True, slots=True)
 class RwkvTimeMixBase:
-    """The common parts of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
+    """The base class of the time mix (recurrent token mixer) of RWKV 6 and 7: head sizes, head norm and state."""
 
     heads: int
     size: int

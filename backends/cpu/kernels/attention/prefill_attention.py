@@ -98,7 +98,7 @@ def compute_prefill_scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @subroutine
 def copy_scaled_padded_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """Multiply rows by a factor and copy them to dense rows, padded in both directions.
+    """Multiply rows by a factor and copy them to dense rows, padded to `count` rows and `wide` columns.
 
     The source has `rows` rows of `size` numbers, `step` bytes apart. The result has `count` rows of `wide` numbers.
     Missing numbers become ``factor * otherwise``.

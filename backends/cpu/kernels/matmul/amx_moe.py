@@ -209,7 +209,7 @@ def make_amx_moe_matmul_kernel(
 
 
 def compute_amx_moe_scratch_bytes(pitch: int) -> int:
-    """Return the scratch bytes of a thread in an AMX MoE matmul; 32 activation rows have `pitch` bytes."""
+    """Return the scratch bytes of a thread in an AMX MoE matmul; `pitch` is the size of 32 activation rows in bytes."""
     return GATHERED_OFFSET + ROWS_PER_CHUNK // PANEL_ROWS * pitch
 
 

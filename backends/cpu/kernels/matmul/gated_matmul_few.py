@@ -54,10 +54,11 @@ def make_few_row_gated_matmul_kernel(form: PackedFormat, kind: str) -> Kernel:
     """Make the kernel of a gated matmul of few rows with packed weights, which also quantises its result.
 
     ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[expert of slot i] @ x[row of slot i])``. A slot is a
-    pair of a token and one of its experts. Kernel arguments, in addition to `tile_loops.make_grouped_matmul_kernel`:
+    pair of a token and one of its experts, and `kind` names the unit, such as ``swiglu``. Kernel arguments, in addition
+    to `tile_loops.make_grouped_matmul_kernel`:
 
     - `weights`: the gate weight and the up weight.
-    - `sums`: for each weight, memory for whole groups of result rows, with `wide` bytes for each slot.
+    - `sums`: for each weight, the address of its matmul results before the unit; each slot has `wide` bytes.
     - `rounding`: `QuantisedTarget.rounding_words`.
     """
     multiply_unexpanded, unit = make_multiply_unexpanded(make_packed_weight_tiling(form)), GATED[kind]

@@ -75,7 +75,7 @@ def pack_iq2_xxs_codes(row, b, first, second, lane):
 
 @subroutine
 def pack_iq2_xs_codes(row, b, first, second, lane):
-    """Pack the IQ2_XS codes of 32 columns: the low bytes of four code book indices, then signs.
+    """Pack the IQ2_XS codes of 32 columns of one row: the low bytes of four code book indices, then four sign bytes.
 
     It is a `PackedFormat.pack_codes`. The top bit of each byte of signs is the high bit of an index.
     """

@@ -298,7 +298,9 @@ def load_k_high_bits(at, j):
 
 @subroutine
 def load_q45_k_scales(p, b):
-    """Load the Q4_K or Q5_K scales of a block: the 6-bit scale of 32 columns times the float16 of 256 columns."""
+    """Load the Q4_K or Q5_K scales of 32 columns of 16 rows, without minima.
+
+    A scale is the product of the 6-bit scale of the 32 columns and the float16 scale of 256 columns."""
     low, high = and_int(load_u8_lanes(p + 16 * b), splat_int(15)), and_int(load_k_high_bits(p, b), splat_int(3))
     d = mul(load_f16(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
@@ -353,9 +355,10 @@ def pack_q3_k_scales(row, to, lane, s):
 
 @subroutine
 def load_q3_k_scales(p, b):
-    """Load both Q3_K scales of a block from adjacent bytes: ``d * (whole - 32)`` for the float16 d.
+    """Load the Q3_K scales of 32 columns of 16 rows: two vectors, for the first and the last 16 columns.
 
-    It is computed as ``d * whole - 32 d``, which is exact, too.
+    A scale is ``d * (stored - 32)``, with a stored 6-bit number and the float16 d. It is computed as
+    ``d * stored - 32 d``, which is exact, too.
     """
     low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
     high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))

@@ -91,7 +91,7 @@ class SlidingWindowShape:
         return _compute_grid_offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def compute_entry_byte_offsets(self, image: Operand, channels: int) -> Offsets:
-        """Compute the byte offset of each entry from the start of its window, for images with `channels` channels."""
+        """Compute the byte offset of each entry (row, column and channel) from the first byte of its window."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _compute_grid_offsets((channels, *self.size), (image.strides[1], *taps))
 

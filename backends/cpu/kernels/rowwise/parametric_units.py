@@ -45,7 +45,10 @@ def limited_swiglu(gate, up, alpha, limit, offset):
 
 @kernel
 def apply_limited_swiglu(a, thread, threads):
-    """Compute `limited_swiglu` of each element of the gate and up rows. An offset of -0 keeps the sign of a zero."""
+    """Compute `limited_swiglu` of each element of the gate and up rows.
+
+    The argument `offset` is added to `up`. It is -0 for units without offset: adding +0 would change -0 to +0.
+    """
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
     first, last = compute_thread_range(LIMITED.rows(a), thread, threads)

@@ -357,7 +357,9 @@ def _choose_scan_cluster_size(launches: LaunchBuilder, slices: int) -> int:
 
 
 def _choose_heads_per_block(rule: DeltaRuleOperands) -> int:
-    """Choose how many value heads of a key head a block prepares: all if the device then still is full, else one."""
+    """Choose how many value heads of one key head a thread block computes.
+
+    It is all of them if there still are blocks for all multiprocessors, else one."""
     filled = count_blocks(rule.tokens, CHUNK_TOKENS) * rule.k.shape[-2] * rule.sequences >= FULL_DEVICE_BLOCKS
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.has_channel_decay else 1
 
