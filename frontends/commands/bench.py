@@ -161,7 +161,7 @@ def list_benchmark_tests(prompts: Sequence[int], new: Sequence[int], depths: Seq
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    """The settings of a benchmark: the model, its tests, and the number `repeats` of timed runs of each test.
+    """The settings of `hocket bench`: the model, its tests, and the number `repeats` of timed runs of each test.
 
     A run has at most `batch` tokens.
     """

@@ -129,7 +129,7 @@ def resolve_devices(on: DeviceGroup, world: World = SINGLE_PROCESS) -> list[tupl
 def _exchange_device_properties(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
     """Return the devices of all ranks, each with the properties that its own process has measured.
 
-    Devices on one machine that share its memory also share it if they belong to different processes.
+    Devices of different processes on one machine share its memory as devices of one process do.
     """
     if strange := [device for _, device in group if (device.rank or 0) >= world.size]:
         process_count = max((device.rank or 0) for device in strange) + 1

@@ -79,7 +79,7 @@ class ImportanceSums:
         self.datasets: list[str] = []
 
     def add(self, name: str, sums: npt.NDArray[np.floating], counts: npt.NDArray[np.floating]) -> None:
-        """Add sums of squares to a weight.
+        """Add sums of squared activations, one sum for each column of a weight, to the sums of this weight.
 
         Args:
             name: The name of the weight.
@@ -118,7 +118,7 @@ class ImportanceSums:
 
     @property
     def chunk_count(self) -> int:
-        """Chunks of text in the sums: the largest count of a weight, in chunks."""
+        """The number of text chunks in the sums: the largest row count of a weight, divided by the rows of a chunk."""
         return int(max((counts.max() for counts in self.counts.values()), default=0)) // self.chunk_tokens
 
     def list_unused_matrices(self) -> dict[str, int]:

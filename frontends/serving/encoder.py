@@ -29,7 +29,7 @@ class EncoderService(ServedModel):
 
     @property
     def status(self) -> EngineStatus:
-        """One slot, which is always free."""
+        """The status of an engine with one slot, which is always free: an encoder keeps nothing between requests."""
         return EngineStatus(1, self._model.context, 0, 0, ("",), (0,), EngineTotals())
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:

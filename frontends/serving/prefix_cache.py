@@ -56,7 +56,7 @@ class SlotMemory(Protocol):
         """Copy KV-cache cells of a slot to another slot; see `SlotPool.copy_cache_cells`."""
 
     def add_slots(self, slots: int, lengths: Sequence[int]) -> None:
-        """Move all slots to memory of `slots` slots; see `SlotPool.add_slots`."""
+        """Replace the memory by one for `slots` slots in total, and copy all slots to it; see `SlotPool.add_slots`."""
 
     def compute_recurrent_state_bytes(self) -> int:
         """Return the bytes of the recurrent states of one slot; see `SlotPool.compute_recurrent_state_bytes`."""

@@ -207,7 +207,7 @@ class _NormRopeStoreInstructions:
 
     @property
     def instruction_numbers(self) -> list[int]:
-        """The indices of the present instructions, in order."""
+        """The indices of the instructions that the program has of this pattern, in order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 

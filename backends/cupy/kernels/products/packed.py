@@ -41,7 +41,7 @@ ID_TYPE_NAMES = {DType.I32: "i32", DType.I64: "i64"}
 
 
 def list_format_headers(dtype: DType | None) -> tuple[str, ...]:
-    """List the headers that describe the packed format of a dtype; `None` for a source without formats."""
+    """List the headers that a kernel source needs for the packed format of `dtype`; none without a dtype."""
     return ("packed.cuh", *(CODE_BOOK_HEADERS if dtype in CODE_BOOK_ENTRIES else ()))
 
 
