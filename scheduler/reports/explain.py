@@ -130,7 +130,7 @@ def format_transport_lines(plan: Plan) -> list[str]:
 
 
 def format_critical_path_lines(plan: Plan) -> list[str]:
-    """Return a line with the shares of devices and collectives in the critical path of a run, or no line for one device."""
+    """Return a line with the shares of devices and collectives in the critical path; for one device, return no line."""
     if len(plan.device_plans) == 1 or not plan.cost.total:
         return []
     seconds: dict[str, float] = defaultdict(float)

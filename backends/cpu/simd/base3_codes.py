@@ -59,7 +59,8 @@ def _select_concatenated_lanes(b: Any, parts: list[Any], lane_numbers: range) ->
 def load_ternary_codes(b, long_address, short_address):
     """Load and decode the ternary codes of 32 columns of 16 rows.
 
-    `long_address` has 64 bytes and `short_address` has 40 bytes. Loads of `short_address` read 64 bytes, too, so 24 bytes behind it must be readable.
+    `long_address` has 64 bytes and `short_address` has 40 bytes.
+    A load of `short_address` reads 64 bytes, so that 24 bytes behind the 40 bytes must be readable.
     """
     vectors = _shift_to_each_digit(b, simd.load_bytes.body(b, long_address))
     short = [b.bitcast(x, _I) for x in _shift_to_each_digit(b, simd.load_bytes.body(b, short_address))]
