@@ -38,7 +38,7 @@ class KernelUse(NamedTuple):
     """The use of kernels by a program.
 
     - `launches`: the kernel launches of each instruction; a fraction if one kernel computes several instructions.
-    - `stand_ins`: the positions of the instructions that NumPy computes for lack of a compiled kernel.
+    - `numpy_fallback_positions`: the positions of the instructions that NumPy computes for lack of a compiled kernel.
     """
 
     launches: Sequence[float]

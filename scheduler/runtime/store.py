@@ -18,7 +18,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import view_constant_array
-from ...graph.old_names import warn_of_old_name
+from ...graph.old_names import RenamedAttribute, warn_of_old_name
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, instance_of, integer_between, validate_arguments
 from ...ops.quantisation import encode_array
@@ -41,10 +41,12 @@ class Store:
     """The memory of weights and states on a group of devices, which all plans on these devices share.
 
     States begin as zeros. With several processes, a store has the devices of its own process ``world.rank``; all
-    processes make the same calls in the same order. `nread` is the number of weight bytes that these devices have
+    processes make the same calls in the same order. `loaded_byte_count` counts the weight bytes that these devices have
     received. Packed weights are written to the files `packed`, if given, and are mapped from there the next time.
     Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
     """
+
+    nread = RenamedAttribute("loaded_byte_count")
 
     @validate_arguments(PlanError, group=DEVICES_KIND)
     def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeightFiles | None = None) -> None:

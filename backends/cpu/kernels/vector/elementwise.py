@@ -46,7 +46,7 @@ ELEMENT_STRIDE_WORDS = slice(HEADER_WORDS + OPERAND_WORDS - 1, None, OPERAND_WOR
 
 
 def make_row_args(operands: str, more: str = "") -> KernelArgs:
-    """Make the arguments of a kernel over rows: the loop arguments `walk` (`make_row_walk`), then `more`.
+    """Make the arguments of a kernel over rows: the loop arguments `walk` (`make_row_loop_args`), then `more`.
 
     The kernel reads ``ARGS.columns(a)``, ``ARGS.rows(a)``, ``ARGS.x(a, i)`` (address of row i of operand x), and
     ``ARGS.x_step(a)`` (bytes from element to element).
@@ -321,7 +321,7 @@ def _make_dense_scratch(steps: StepTableBuilder, x: Operand, number: int) -> Ope
 
 
 def _make_strided_copy_loop_args(x: Operand, to: Operand) -> list[int] | None:
-    """Make the loop arguments (`make_row_walk`) of `copy_strided_rows`; None if it cannot loop over both operands."""
+    """Make the loop arguments (`make_row_loop_args`) of `copy_strided_rows`; None if it cannot loop over them."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = make_row_loop_args(to.shape, [x, to], apart=True)
