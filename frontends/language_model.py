@@ -51,8 +51,8 @@ class Model:
     Threads may share a model. Calls of `generate`, `tokens` and `chat` that overlap run in one batch, so several
     threads together are faster, and each text is the same as alone. Other calls take turns, and so do all calls with
     drafts, a context shift, a loaded state or pipelined devices. A prompt that begins with the prompt of an earlier
-    call is read from there on. Raises `hocket.ModelError` if a file or an option cannot be used, or if a text is longer
-    than the context.
+    call is read from there on. A forked process opens a model of its own. Raises `hocket.ModelError` if a file or an
+    option cannot be used, or if a text is longer than the context.
 
     Args:
         path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
