@@ -81,7 +81,7 @@ def _list_candidates(
         plan_builder: The request, for all devices.
         single_device_plan: The plan of one device.
         single_device_bytes: Bytes of weights and states on one device.
-        hardware: The hardware that `_with_fitted_launch_cost` returned.
+        hardware: The hardware that `_fit_launch_cost_to_plan` returned.
         costs: The work of each node.
     """
     devices = len(plan_builder.group)
@@ -180,7 +180,7 @@ def _make_sharded_and_layer_candidates(
         plan_builder: The request.
         single_device_plan: The plan of one device.
         single_device_bytes: Bytes of weights and states on one device.
-        hardware: The hardware that `_with_fitted_launch_cost` returned.
+        hardware: The hardware that `_fit_launch_cost_to_plan` returned.
     """
     count, room = len(plan_builder.group), _find_smallest_device_memory(plan_builder)
     seen = {frozenset[Factor]()}

@@ -41,9 +41,9 @@ class Store:
     """The memory of weights and states on a group of devices, which all plans on these devices share.
 
     States begin as zeros. With several processes, a store has the devices of its own process ``world.rank``; all
-    processes make the same calls in the same order. `nread` is the number of weight bytes that these devices have
-    received. Packed weights are written to the files `packed`, if given, and are mapped from there the next time.
-    Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
+    processes make the same calls in the same order. `loaded_byte_count` is the number of weight bytes that
+    these devices have received. Packed weights are written to the files `packed`, if given, and are mapped from there
+    the next time. Raises `BackendError` if device memory is full, and `PlanError` for a device of a missing process.
     """
 
     @validate_arguments(PlanError, group=DEVICES_KIND)

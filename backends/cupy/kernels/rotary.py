@@ -373,7 +373,7 @@ def _match_stored_head(flow: Dataflow, store: int) -> _NormRopeStoreInstructions
 def _fuse_attention_heads(launches: LaunchBuilder, flow: Dataflow, first: int) -> Sequence[int]:
     """Fuse all head patterns of an attention into one launch: for queries, and for the cache stores of keys and values.
 
-    A head pattern is a chain of RMS norm, RoPE and cache store; see `_HeadPattern`.
+    A head pattern is a chain of RMS norm, RoPE and cache store; see `_NormRopeStoreInstructions`.
     """
     query = (
         _match_normed_head(flow, first)
