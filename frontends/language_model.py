@@ -51,8 +51,8 @@ class Model:
     Threads may share a model. Calls of `generate`, `tokens` and `chat` that overlap run in one batch, so several
     threads together are faster, and each text is the same as alone. Other calls take turns, and so do all calls with
     drafts, a context shift, a loaded state or pipelined devices. A prompt that begins with the prompt of an earlier
-    call is read from there on. Raises `hocket.ModelError` if a file or an option cannot be used, or if a text is longer
-    than the context.
+    call is read from there on. A forked process opens a model of its own. Raises `hocket.ModelError` if a file or an
+    option cannot be used, or if a text is longer than the context.
 
     Args:
         path: A GGUF file, a Hugging Face folder, or `None` for the embedded model.
@@ -363,9 +363,9 @@ class Model:
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
         with convert_os_errors():
-            is_shared = self._leases_before_shared_call == self._idle_sessions.lease_count
-            if is_shared and self._shared_engine is not None:
-                if self._shared_engine.save_last_sequence(path):
+            is_shared, engine = self._leases_before_shared_call == self._idle_sessions.lease_count, self._shared_engine
+            if is_shared and engine is not None:
+                if engine.save_last_sequence(path):
                     return
                 raise ModelError("save: another call uses the states of the last call; save before other calls begin")
             with self._idle_sessions.lease() as lease:
@@ -437,12 +437,12 @@ class Model:
 
     def _find_shared_engine(self, ids: Sequence[int], params: GenerationParams) -> SharedEngine | None:
         """Return the engine that runs a call together with others; `None` for a call that needs its own session."""
-        first = self.session
-        if not self._can_share_steps or params.pinned_tokens is not None or len(ids) >= first.context:
+        if not self._can_share_steps or params.pinned_tokens is not None or len(ids) >= self.context:
             return None
         if any(one.has_saved_state and one.is_prefix_known(ids) for one in self._idle_sessions.leases):
             return None
         with self._lock:
+            first = self.session  # raises after `close`
             if self._shared_engine is None or self._shared_engine.failure:
                 self._shared_engine = SharedEngine(first, shares_states=self._idle_sessions.withdraw_first())
             return self._shared_engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -35,6 +36,8 @@ class ServingState:
         self.active_streams: set[AnswerStream] = set()
         self.embedding_count = 0
         """Embedding requests that run or wait."""
+        self.slot_locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """A lock for each slot, which the present action of the slot holds."""
         self._bridge: EventBridge | None = None
 
     @cached_property

@@ -153,7 +153,8 @@ class Engine:
     def step(self, paused: Container[str] = ()) -> list[Event]:
         """Run one step: start queued requests, then read a prompt chunk or decode one token of each running request.
 
-        After an exception other than `HocketError` from a run, call `restart`.
+        After an exception other than `HocketError` from a run, call `restart`. An interrupt of the compilation needs no
+        restart; the next step returns the events before it.
 
         Args:
             paused: The ids of requests that decode no token in this step.
@@ -161,7 +162,6 @@ class Engine:
         Returns:
             The events of the step, for the clients of the requests.
         """
-        self._events = []
         for event in self._run_step(paused):
             self._events.append(event)
         self.requests_in_step = ()

@@ -141,22 +141,27 @@ class SharedEngine:
                 while self._is_stepping and not events:
                     self._step_ended.wait()
             if not events:
-                with DeferredInterrupts():  # an interrupt ends the request of this thread only
-                    self._run_step()
+                with DeferredInterrupts() as interrupts:  # an interrupt ends the request of this thread only
+                    self._run_step(interrupts)
         return events.popleft()
 
-    def _run_step(self) -> None:
-        """Run a step and deliver its events, unless another thread runs one."""
+    def _run_step(self, interrupts: DeferredInterrupts) -> None:
+        """Run a step and deliver its events, unless another thread runs one.
+
+        A first interrupt can raise only during the compilation of a step, which has changed nothing. A second one may
+        cut a step anywhere; this ends the engine.
+        """
         if not self._begin_step():
             return
         events: list[Event] = []
         try:
             self._execute_orders(events)
-            readers = list(self._events_by_request.items())
-            events += self._engine.step({name for name, unread in readers if len(unread) >= MAX_AHEAD_TOKENS})
-        except KeyboardInterrupt:  # during the compilation of a step, which has changed nothing
-            raise
+            names = list(self._events_by_request)  # of keys alone: pairs could start a collection, which ends requests
+            unread = ((name, self._events_by_request.get(name, ())) for name in names)
+            events += self._engine.step({name for name, ahead in unread if len(ahead) >= MAX_AHEAD_TOKENS})
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not interrupts.is_interrupt_pending:
+                raise
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             events += [
                 EndEvent(name, "error", RequestTiming(), f"a step of another thread failed: {self.failure}")

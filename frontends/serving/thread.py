@@ -233,9 +233,9 @@ class EngineThread(ServedModel):
         return future
 
     def _run_slot_actions(self) -> None:
-        """Run the actions for slots that are free now; the others wait."""
+        """Run the actions for slots that are free now, and drop cancelled ones; the others wait."""
         for action in tuple(self._slot_actions):
-            if not self._engine.status.slot_requests[action.slot]:
+            if action.future.cancelled() or not self._engine.status.slot_requests[action.slot]:
                 self._slot_actions.remove(action)
                 action.run()
 

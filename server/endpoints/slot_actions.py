@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -67,11 +69,29 @@ def _find_file(folder: str, name: str) -> Path:
     return Path(folder) / name
 
 
-async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
-    captured = await _wait_for_slot(state, state.service.capture_slot(slot))
+@asynccontextmanager
+async def _reserved_slot(state: ServingState, slot: int) -> AsyncIterator[None]:
+    """Wait for the earlier saves and restores of a slot, so that memory holds one file of each slot at most.
+
+    Raises:
+        ApiError: They took `ServerOptions.queue_seconds`.
+    """
     try:
-        await state.builder.run_in_thread(partial(write_state, captured, path))
-        size = path.stat().st_size
+        await asyncio.wait_for(state.slot_locks[slot].acquire(), state.options.queue_seconds)
+    except TimeoutError:
+        raise _make_busy_error(state) from None
+    try:
+        yield
+    finally:
+        state.slot_locks[slot].release()
+
+
+async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
+    try:
+        async with _reserved_slot(state, slot):
+            captured = await _wait_for_slot(state, state.service.capture_slot(slot))
+            await state.builder.run_in_thread(partial(write_state, captured, path))
+            size = path.stat().st_size
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ApiError(507, f"slot {slot} was not saved: {path.name}: {reason}") from None
@@ -82,9 +102,10 @@ async def _save_slot(state: ServingState, slot: int, path: Path) -> dict[str, in
 
 async def _restore_slot(state: ServingState, slot: int, path: Path) -> dict[str, int]:
     try:
-        read = partial(read_state, path, state.service.max_slot_file_bytes)
-        saved, size = await state.builder.run_in_thread(read), path.stat().st_size
-        count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))
+        async with _reserved_slot(state, slot):
+            read = partial(read_state, path, state.service.max_slot_file_bytes)
+            saved, size = await state.builder.run_in_thread(read), path.stat().st_size
+            count = await _wait_for_slot(state, state.service.restore_slot(slot, saved, path))
     except OSError as error:
         raise make_bad_request_error(
             f"slot {slot} was not restored: {path.name}: {error.strerror or type(error).__name__}", "filename"
@@ -101,13 +122,16 @@ async def _wait_for_slot(state: ServingState, future: Future[ActionResult]) -> A
         ApiError: The slot was busy for `ServerOptions.queue_seconds`.
         HocketError: The action has failed.
     """
-    seconds = state.options.queue_seconds
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
+        return await asyncio.wait_for(asyncio.wrap_future(future), state.options.queue_seconds)
     except TimeoutError:
-        raise ApiError(503, f"the slot was busy for {seconds:.0f} s", retry_seconds=10) from None
+        raise _make_busy_error(state) from None
     except HocketError as error:
         raise error from None
+
+
+def _make_busy_error(state: ServingState) -> ApiError:
+    return ApiError(503, f"the slot was busy for {state.options.queue_seconds:.0f} s", retry_seconds=10)
 
 
 def build_slot_routes() -> list[Route]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+
+from hocket.frontends.inference.saved_state import SavedState, read_state
+from hocket.server.endpoints import slot_actions
 
 from ..given.serving.real_service import BODY, TEXT_TOKENS, complete, open_client
 
@@ -112,6 +117,37 @@ def test_an_action_waits_for_the_end_of_its_request(client: TestClient) -> None:
     saved = send_action(client, 0, "save", filename="late").json()
     busy.join()
     assert saved["n_saved"] == len(TEXT_TOKENS) + 59
+
+
+def test_restores_of_a_busy_slot_hold_one_file_in_memory(
+    client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(client, id_slot=0)
+    send_action(client, 0, "save", filename="talk.bin")
+    begun, may_go_on, reads = threading.Event(), threading.Event(), list[Path]()
+
+    def stop_engine() -> list[object]:
+        begun.set()
+        assert may_go_on.wait(20)
+        return []
+
+    def read_and_record(path: Path, max_bytes: int) -> SavedState:
+        reads.append(path)
+        return read_state(path, max_bytes)
+
+    monkeypatch.setattr(slot_actions, "read_state", read_and_record)
+    client.app.state.serving.service._orders.put(stop_engine)  # type: ignore[attr-defined]
+    assert begun.wait(20)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(send_action, client, 0, "restore", filename="talk.bin") for _ in range(3)]
+        try:
+            until = time.monotonic() + 1
+            while len(reads) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert reads == [folder / "talk.bin"]
+        finally:
+            may_go_on.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
 
 
 def test_a_wrong_slot_of_a_request_is_refused(client: TestClient) -> None:

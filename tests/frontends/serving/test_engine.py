@@ -62,6 +62,38 @@ def test_a_recurrent_prompt_is_shared_from_the_second_time_on():
     assert cached == [0, 0, 16]  # the second prompt shows where they differ, and states are saved at multiples of 16
 
 
+def test_a_step_after_an_interrupt_of_compilation_returns_the_events_before_it():
+    """The token of a request in a step that was cut had been lost for its client."""
+
+    class InterruptedPool(FakePool):
+        sizes = iter(())
+
+        def decode(self, tokens, before):
+            match next(self.sizes, None):
+                case "fail":
+                    raise ModelError("no memory for the step of two slots")
+                case "interrupt":
+                    raise KeyboardInterrupt
+            return super().decode(tokens, before)
+
+    pool = InterruptedPool(2)
+    engine, requests = (
+        make_engine(pool),
+        [make_request(name, BASE[:5], limit=6, seed=seed) for seed, name in enumerate("ab")],
+    )
+    events = []
+    for request in requests:
+        engine.submit(request)
+    while not pool.decoded:
+        events += engine.step()
+    pool.sizes = iter(["fail", "", "interrupt"])
+    with pytest.raises(KeyboardInterrupt):
+        events.extend(event for _ in range(9) for event in engine.step())
+    events += run_all(engine)
+    for request in requests:
+        assert tokens_of(events, request.id) == generate_alone(request, pool.context)[0]
+
+
 def test_an_equal_recurrent_prompt_reads_its_last_tokens_alone():
     engine = make_engine(FakePool(2, recurrent=True))
     cached = []

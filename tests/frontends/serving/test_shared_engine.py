@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ import pytest
 
 import hocket
 from hocket.frontends.inference import session as sessions
-from hocket.frontends.serving import shared_engine, slots
+from hocket.frontends.inference.session_lease import IdleSessions
+from hocket.frontends.serving import engine, shared_engine, slots
 from hocket.frontends.serving.shared_engine import MAX_AHEAD_TOKENS, MAX_FLOAT_WINDOW
 from hocket.frontends.serving.slots import SlotPool
 
@@ -190,6 +192,59 @@ def test_an_interrupt_beside_other_threads_ends_none_of_their_texts(shared_model
         assert [other.result() for other in others] == [texts_alone[4], texts_alone[6]]
 
 
+def test_a_second_interrupt_within_a_step_ends_the_other_texts_with_an_error(texts_alone, monkeypatch):
+    """It may come between the removal of a token and the next one; the text would then wait for ever."""
+    choose, prompts, last_errors = engine.choose_token, [], list[str]()
+
+    def interrupt_twice(one, logits):
+        if one.request.prompt not in prompts:
+            prompts.append(one.request.prompt)
+        elif len(prompts) == 2 and one.request.prompt == prompts[0]:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return choose(one, logits)
+
+    def read_rest() -> None:
+        try:
+            list(second)
+        except hocket.ModelError as error:
+            last_errors.append(str(error))
+
+    with open_model() as model:
+        second, first = (model.tokens(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:2])
+        next(second)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "choose_token", interrupt_twice)
+            with pytest.raises(KeyboardInterrupt):
+                list(first)
+        reader = threading.Thread(target=read_rest, daemon=True)
+        reader.start()
+        reader.join(20)
+        assert not reader.is_alive()
+        assert "a step of another thread failed: KeyboardInterrupt" in last_errors[0]
+        assert "".join(model.generate(PROMPTS[0], **SHORT_GREEDY)) == texts_alone[0]
+
+
+def test_a_garbage_collection_may_end_requests_at_any_moment(shared_model):
+    """It closes generators of a reference cycle; a step had failed if it began within the list of the requests."""
+    thresholds = gc.get_threshold()
+    try:
+        for threshold in range(1, 40):
+            turns = [shared_model.tokens(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:3]]
+            assert all(map(next, turns))
+            gc.disable()
+            gc.collect()  # the next one comes after `threshold` further objects
+            left, cycle = turns.pop(), [turns]
+            cycle.append(cycle)
+            del turns, cycle
+            gc.set_threshold(threshold)
+            gc.enable()
+            assert len(list(left)) == NEW_TOKENS - 1
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+
+
 def test_a_fault_in_a_step_is_reported_to_all_its_threads_and_later_calls_work(texts_alone, monkeypatch):
     with open_model() as model:
         first, second = (model.tokens(prompt, **SHORT_GREEDY) for prompt in PROMPTS[:2])
@@ -267,3 +322,12 @@ def test_threads_join_on_devices_that_share_each_matrix():
         expected = ["".join(model.generate(prompt, **SHORT_GREEDY)) for prompt in PROMPTS[:2]]
         assert run_at_once(lambda number: "".join(model.generate(PROMPTS[number], **SHORT_GREEDY)), 2) == expected
         assert model._shared_engine is not None
+
+
+def test_a_model_that_is_closed_as_a_text_begins_opens_no_engine(monkeypatch):
+    """The engine had kept the states of a closed model in memory."""
+    with open_model() as model:
+        monkeypatch.setattr(IdleSessions, "leases", property(lambda idle: model.close() or []))
+        with pytest.raises(hocket.ModelError, match="the model is closed"):
+            next(model.generate(PROMPTS[0], **SHORT_GREEDY))
+        assert model._shared_engine is None

@@ -231,3 +231,16 @@ def test_more_slots_than_memory_name_the_flag() -> None:
         r"use --parallel \d+, or a smaller context",
         message,
     ), message
+
+
+@pytest.mark.parametrize("error", [ModelError, RuntimeError])
+def test_a_probe_says_that_a_broken_pool_runs_no_steps(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """Errors of other types had ended the engine without a restart."""
+    pool = make_pool("llama", slots=1)
+    assert pool.can_run(0)
+
+    def fail(*args: object) -> F32:
+        raise error("the device is lost")
+
+    monkeypatch.setattr(pool, "read_prompt", fail)
+    assert not pool.can_run(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hocket.frontends.inference.session import Session
 from hocket.frontends.open_model import open_model
 from hocket.frontends.serving.requests import Event, QueueFullError
 from hocket.frontends.serving.slots import SlotPool
-from hocket.frontends.serving.thread import EngineThread
+from hocket.frontends.serving.thread import EngineThread, SlotAction
 
 from ...given.models.goldens import path_of
 
@@ -43,6 +44,16 @@ def test_every_step_that_is_prepared_is_reported() -> None:
     reports: list[None] = []
     pool.compile_short_steps(lambda: reports.append(None))
     assert len(reports) == 3 + 3  # prompts of 16, 32 and 64 tokens; 1, 2 and 4 sequences
+
+
+def test_a_cancelled_action_of_a_busy_slot_is_dropped() -> None:
+    """The action of a client that has left would hold the content of its file until the slot is free."""
+    thread, waiting, cancelled = EngineThread.__new__(EngineThread), Future[int](), Future[int]()
+    cancelled.cancel()
+    thread._engine = SimpleNamespace(status=SimpleNamespace(slot_requests=("busy",)))
+    thread._slot_actions = [SlotAction(0, lambda: None, future) for future in (waiting, cancelled)]
+    thread._run_slot_actions()
+    assert [action.future for action in thread._slot_actions] == [waiting]
 
 
 def test_a_full_queue_says_how_many_wait() -> None:
