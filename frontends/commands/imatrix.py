@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
-from ...graph.storage.files import require_writable
+from ...graph.storage.files import is_same_file, require_writable
 from ..errors import ModelError
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..inference.product_inputs import ProductInputWatch
@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if args.watch is not None:
         raise ModelError("--watch: hocket imatrix observes the inputs of products; leave it out, or use hocket run")
     is_first_rank = args.world.rank == 0
+    for source in (args.model, args.file):
+        if source not in (None, "-") and is_same_file(args.output, source):
+            raise ModelError(f"-o {args.output}: would replace the model or the text; give another file")
     if is_first_rank:
         require_writable(args.output)
     sums = ImportanceSums(args.context or DEFAULT_CONTEXT_TOKENS)

@@ -132,7 +132,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], **keys: int) -> Pa
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("llama.block_count", 1)
     for key, value in keys.items():
-        writer.add_uint32(key, value)
+        (writer.add_uint32 if value < 2**32 else writer.add_uint64)(key, value)
     for name, array in tensors.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -186,6 +186,13 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
     ):
         write_tensors(matrix, {f"{name}.in_sum2": sums, f"{name}.counts": np.ones((1, 1), np.float32)})
         assert problem in refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    write_tensors(matrix, {f"{name}.in_sum2": weight[:1], f"{name}.counts": np.full((1, 1), -1, np.float32)})
+    line = refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    assert "has a number that is infinite, NaN or negative" in line
+    sums = {f"{name}.in_sum2": weight[:1], f"{name}.counts": np.ones((1, 1), np.float32)}
+    write_tensors(matrix, sums, **{"imatrix.chunk_count": 2**32})
+    line = refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    assert "imatrix.chunk_count is 4294967296; need 0 to 4294967295" in line
     assert "is no importance matrix; convert" in refusal(capsys, model, tmp_path / "o.gguf", "q4_k", "--imatrix", model)
     assert "q2_K in type Q2_K_S needs importances of its columns" in refusal(
         capsys, model, tmp_path / "out.gguf", "q2_k_s"
@@ -253,3 +260,7 @@ def test_wrong_flags_are_refused_in_one_line(words, message, capsys):
 def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys):
     assert "type NVFP4: it is a dtype of tensors" in refusal(capsys, source, tmp_path / "out.gguf", "nvfp4")
     assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")
+    content, link = source.read_bytes(), tmp_path / "link.gguf"
+    link.symlink_to(source)
+    assert "would replace the model by its quantisation" in refusal(capsys, source, link, "q8_0")
+    assert source.read_bytes() == content
