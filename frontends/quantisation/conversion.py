@@ -244,7 +244,7 @@ def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
         ("general.file_type", MetadataType.UINT32, plan.request.file_type.number),
     ]
     if plan.importance is not None:
-        name = plan.importance.path.name.encode()[:FILE_NAME_BYTES].decode(errors="ignore")
+        name = plan.importance.path.name.encode("utf-8", "replace")[:FILE_NAME_BYTES].decode(errors="ignore")
         values += [
             ("quantize.imatrix.file", MetadataType.STRING, name),
             ("quantize.imatrix.entries_count", MetadataType.UINT32, len(plan.importance.columns)),

@@ -210,8 +210,10 @@ def test_few_bits_need_importances_except_in_a_dry_run(tmp_path, capsys):
     assert not out.exists()
     sums = {f"{name}.in_sum2": np.ones((1, 256), np.float32), f"{name}.counts": np.ones((1, 1), np.float32)}
     matrix = write_tensors(tmp_path / "i.gguf", sums)
-    assert quantize(model, out, "iq2_xs", "--imatrix", matrix) == 0
+    other = matrix.rename(tmp_path / os.fsdecode(b"i\xff.gguf"))
+    assert quantize(model, out, "iq2_xs", "--imatrix", other) == 0
     assert open_gguf(out).tensor(name).dtype is DType.IQ2_XS
+    assert open_gguf(out).metadata["quantize.imatrix.file"] == "i?.gguf"
     assert quantize(model, out, "q1_0") == 0
 
 
