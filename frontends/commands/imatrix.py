@@ -61,9 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if args.watch is not None:
         raise ModelError("--watch: hocket imatrix observes the inputs of products; leave it out, or use hocket run")
     is_first_rank = args.world.rank == 0
-    for source in (args.model, args.file):
-        if source not in (None, "-") and is_same_file(args.output, source):
-            raise ModelError(f"-o {args.output}: would replace the model or the text; give another file")
     if is_first_rank:
         require_writable(args.output)
     sums = ImportanceSums(args.context or DEFAULT_CONTEXT_TOKENS)
@@ -85,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
 def add_text(args: argparse.Namespace, sums: ImportanceSums) -> None:
     """Run the model on the text of the flags, add the sums of its products, and write them from time to time."""
     model = load_model_from_flags(args)
+    sources = [*model.gguf.part_paths, *([] if args.file == "-" else [args.file])]
+    if any(is_same_file(args.output, source) for source in sources):
+        raise ModelError(f"-o {args.output}: would replace the model or the text; give another file")
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     text = broadcast_text_from_rank_0(args, lambda: read_text(args.file))
     tokens = tokenizer.encode(text, parse_special=args.parse_special)
