@@ -44,6 +44,8 @@ PARTS_PER_THREAD = 3
 QUANTISATION_VERSION = 2
 """The version of block layouts in written files (``GGML_QNT_VERSION``)."""
 MAX_FLOAT16 = 65504.0
+MAX_NVFP4 = 2688.0
+"""The largest number of NVFP4: the largest scale, 448, times the largest 4-bit float, 6."""
 FILE_NAME_BYTES = 127
 """Bytes of a file name in the metadata."""
 Progress = Callable[[int], object]
@@ -300,6 +302,8 @@ def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances
     x = dequantise(rows, c.tensor.dtype)
     largest = max(float(x.max()), -float(x.min()))  # NaN if one of them is
     limit = MAX_FLOAT16 if c.dtype.is_quantised or c.dtype is DType.F16 else float(np.finfo(np.float32).max)
+    if c.dtype is DType.NVFP4:
+        limit = MAX_NVFP4
     if not largest <= limit:
         problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
         file, name = format_name_for_message(str(c.tensor.file.path)), format_name_for_message(c.tensor.name)

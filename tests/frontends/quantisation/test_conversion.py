@@ -102,6 +102,19 @@ def test_a_damaged_weight_is_named_and_no_file_is_left(source, tmp_path, capsys)
         assert sorted(os.listdir(tmp_path)) == ["damaged.gguf", "model.gguf"]
 
 
+def test_numbers_beyond_the_largest_one_of_nvfp4_are_refused(tmp_path, capsys):
+    weight, name = np.ones((4, 64), np.float32), "blk.0.ffn_up.weight"
+    words = ("q8_0", "--tensor-type", "ffn=nvfp4")
+    weight[2, 5] = 2688
+    model = write_tensors(tmp_path / "m.gguf", {name: weight})
+    assert quantize(model, tmp_path / "out.gguf", *words) == 0
+    assert open_gguf(tmp_path / "out.gguf").tensor(name).dequantise().max() == 2688
+    weight[2, 5] = 3000
+    write_tensors(model, {name: weight})
+    line = refusal(capsys, model, tmp_path / "out.gguf", *words)
+    assert "has a value of the magnitude 3000; nvfp4 needs magnitudes up to 2688" in line
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")], ids=str)
 def test_an_interrupted_conversion_leaves_the_old_file(error, source, tmp_path, monkeypatch):
     out, calls = tmp_path / "out.gguf", []
