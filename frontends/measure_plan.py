@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from ..scheduler import Plan
+from ..scheduler import Plan, describe_memory_problem
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds
 from ..scheduler.measurement.calibrate import bind_probe_plan
@@ -54,7 +54,12 @@ def measure_and_explain_graph(plan: Plan) -> list[str]:
     """Measure runs of the plan of a graph, and return a table of predicted and measured times, as lines.
 
     Weights have constant values, and inputs are zeros.
+
+    Raises:
+        ModelError: The plan does not fit into memory.
     """
+    if problem := describe_memory_problem(plan):
+        raise ModelError(f"does not fit: {problem}")
     executor = bind_probe_plan(plan)
     inputs = {value.node.name: np.zeros(value.shape, value.dtype.storage) for value in plan.graph.inputs}
     executor.run(inputs)  # compiles and warms up

@@ -13,6 +13,7 @@ from ...graph.dtypes import DTYPE_BY_NAME, DType
 from ...graph.storage.files import require_writable
 from ...graph.validation import did_you_mean
 from ..gguf import open_gguf
+from ..gguf.mapped_file import format_name_for_message
 from ..quantisation.conversion import ConversionPlan, TensorConversion, plan_conversion, write_model
 from ..quantisation.file_types import FILE_TYPES, find_writable_dtype, parse_file_type
 from ..quantisation.importance import read_importance_matrix
@@ -130,7 +131,8 @@ def _report_exceptions(plan: ConversionPlan) -> None:
     missing = plan.list_without_importance()
     if missing and plan.importance is not None:
         first = missing[0].tensor
-        write_line_to_stderr(f"{plan.importance.path}: has no importances for {len(missing)} weights, as {first.name}")
+        file = format_name_for_message(str(plan.importance.path))
+        write_line_to_stderr(f"{file}: has no importances for {len(missing)} weights, as {first.name}")
 
 
 def group_unfitting(plan: ConversionPlan) -> dict[tuple[DType, DType], list[TensorConversion]]:

@@ -19,7 +19,7 @@ import numpy as np
 from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.files import replacing, require_writable
+from ...graph.storage.files import is_same_file, replacing, require_writable
 from ...ops.quantisation import dequantise
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
@@ -44,6 +44,8 @@ PARTS_PER_THREAD = 3
 QUANTISATION_VERSION = 2
 """The version of block layouts in written files (``GGML_QNT_VERSION``)."""
 MAX_FLOAT16 = 65504.0
+MAX_NVFP4 = 2688.0
+"""The largest number of NVFP4: the largest scale, 448, times the largest 4-bit float, 6."""
 FILE_NAME_BYTES = 127
 """Bytes of a file name in the metadata."""
 Progress = Callable[[int], object]
@@ -198,13 +200,17 @@ def write_model(
         report: Called after each part.
 
     Raises:
-        ModelError: A weight has a value that the dtype cannot hold.
+        ModelError: A weight has a value that the dtype cannot hold, or a file of the model would be replaced.
         OSError: A file cannot be written. Then no file has changed.
     """
     groups = _split_by_file(plan) if keeps_split else [list(plan.conversions)]
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
+        if any(is_same_file(one, source) for source in plan.model.part_paths):
+            raise ModelError(
+                f"{format_name_for_message(str(one))}: would replace the model by its quantisation; give another file"
+            )
         require_writable(one)
     pairs, alignment = _make_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
     compile_quantisers({c.dtype for c in plan.conversions})
@@ -240,7 +246,7 @@ def _make_pairs(plan: ConversionPlan) -> dict[str, bytes]:
         ("general.file_type", MetadataType.UINT32, plan.request.file_type.number),
     ]
     if plan.importance is not None:
-        name = plan.importance.path.name.encode()[:FILE_NAME_BYTES].decode(errors="ignore")
+        name = plan.importance.path.name.encode("utf-8", "replace")[:FILE_NAME_BYTES].decode(errors="ignore")
         values += [
             ("quantize.imatrix.file", MetadataType.STRING, name),
             ("quantize.imatrix.entries_count", MetadataType.UINT32, len(plan.importance.columns)),
@@ -296,6 +302,8 @@ def _convert_rows(c: TensorConversion, rows: np.ndarray, importance: Importances
     x = dequantise(rows, c.tensor.dtype)
     largest = max(float(x.max()), -float(x.min()))  # NaN if one of them is
     limit = MAX_FLOAT16 if c.dtype.is_quantised or c.dtype is DType.F16 else float(np.finfo(np.float32).max)
+    if c.dtype is DType.NVFP4:
+        limit = MAX_NVFP4
     if not largest <= limit:
         problem = "NaN" if largest != largest else f"the magnitude {largest:g}"
         file, name = format_name_for_message(str(c.tensor.file.path)), format_name_for_message(c.tensor.name)

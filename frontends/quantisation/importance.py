@@ -27,6 +27,8 @@ from ..gguf.writer import TensorDescription, encode_header, encode_pair, encode_
 Importances = npt.NDArray[np.float32]
 FloatSums = npt.NDArray[np.float64]
 SUMS_SUFFIX, COUNTS_SUFFIX = ".in_sum2", ".counts"
+MAX_CHUNK_COUNT, MAX_SUM = 2**32 - 1, float(np.finfo(np.float32).max)
+"""The largest number of chunks and the largest sum that the format holds: uint32 and float32."""
 DATASETS_KEY, CHUNK_COUNT_KEY, CHUNK_SIZE_KEY = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
 
@@ -130,8 +132,19 @@ class ImportanceSums:
         """Write the sums as a GGUF file that llama-quantize reads.
 
         Raises:
+            ModelError: A sum or the number of chunks is too large for the format.
             OSError: The file cannot be written.
         """
+        if self.chunk_count > MAX_CHUNK_COUNT:
+            raise ModelError(
+                f"{self.chunk_count} chunks are too many; need at most {MAX_CHUNK_COUNT}; give true counts"
+            )
+        for name, sums in self.sums.items():
+            if not sums.max() <= MAX_SUM:
+                raise ModelError(
+                    f"tensor {format_name_for_message(name)}: the sum {sums.max():g} is too large; need at most "
+                    f"{MAX_SUM:g}; add fewer texts"
+                )
         pairs = {
             "general.type": encode_pair("general.type", MetadataType.STRING, "imatrix"),
             DATASETS_KEY: encode_strings(DATASETS_KEY, self.datasets),
@@ -166,7 +179,7 @@ def read_importance_sums(path: str | Path) -> ImportanceSums:
         problem = _find_shape_problem(sums, counts)
         if problem is None:
             sums_of_rows, rows = sums.dequantise(), counts.dequantise().reshape(-1)
-            if not (np.isfinite(sums_of_rows).all() and np.isfinite(rows).all() and (sums_of_rows >= 0).all()):
+            if not all(np.isfinite(numbers).all() and (numbers >= 0).all() for numbers in (sums_of_rows, rows)):
                 problem = "has a number that is infinite, NaN or negative"
         if problem is not None:
             raise ModelError(
@@ -197,7 +210,13 @@ def read_importance_matrix(path: str | Path) -> ImportanceMatrix:
         rows = known.counts[name][:, None]
         # An expert without tokens has no information: all of its columns are equally important.
         columns[name] = np.where(rows > 0, sums / np.maximum(rows, 1), 1).astype(np.float32)
-    return ImportanceMatrix(Path(path), columns, open_gguf(path).get(CHUNK_COUNT_KEY, int))
+    chunk_count = open_gguf(path).get(CHUNK_COUNT_KEY, int)
+    if chunk_count is not None and not 0 <= chunk_count <= MAX_CHUNK_COUNT:
+        raise ModelError(
+            f"{format_name_for_message(str(path))}: {CHUNK_COUNT_KEY} is {chunk_count}; need 0 to {MAX_CHUNK_COUNT}; "
+            "make the file again"
+        )
+    return ImportanceMatrix(Path(path), columns, chunk_count)
 
 
 def _find_shape_problem(sums: Tensor, counts: Tensor) -> str | None:

@@ -31,6 +31,8 @@ CallArguments = tuple[Any, ...]
 """Arguments of one call of a captured graph."""
 MAX_SCALAR_PROGRAMS = 16
 """Largest number of programs of one graph for different Python numbers; PyTorch runs further calls."""
+STORAGE_VIEW_TARGETS = ("as_strided", "as_strided_", torch.as_strided)
+"""Calls with results that begin at an entry of the storage, wherever their operand begins."""
 _export_lock = threading.RLock()
 """Lock around the export and planning of a graph, because `torch.export` is not thread-safe."""
 
@@ -72,6 +74,7 @@ class CompiledGraph:
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any], *, is_segment: bool = False) -> None:
         self.module, self.options = module, dict(options)
         self.may_share_results = not is_segment and may_share_memory(module)
+        self.reads_storage_offsets = any(node.target in STORAGE_VIEW_TARGETS for node in module.graph.nodes)
         self.scalar_arguments = _find_scalar_arguments(module)
         self.runners: dict[CallArguments, Callable[[CallArguments], Any]] = {}
 
@@ -83,6 +86,8 @@ class CompiledGraph:
         key = (*shapes, *map(repr, numbers.values()))
         if self.may_share_results:
             key += tuple(a.stride() for a in args if isinstance(a, torch.Tensor))
+        if self.may_share_results and self.reads_storage_offsets:
+            key += tuple(a.storage_offset() for a in args if isinstance(a, torch.Tensor))
         if key not in self.runners:
             with _export_lock:
                 if key not in self.runners:

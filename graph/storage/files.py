@@ -104,6 +104,11 @@ def require_writable(path: str | Path) -> None:
         raise
 
 
+def is_same_file(path: str | Path, other: str | Path) -> bool:
+    """Whether `replacing` at one path would replace the existing file at the other path."""
+    return os.path.isfile(other) and os.path.realpath(path) == os.path.realpath(other)
+
+
 def _resolve_plain_file(path: str | Path) -> tuple[str | None, os.stat_result | None]:
     """Follow all links of `path`; return the plain file or unused name at their end, and the status of that file.
 

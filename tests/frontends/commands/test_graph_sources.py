@@ -67,6 +67,14 @@ def test_the_plan_of_a_graph_is_measured_with_constant_weights(
     assert {"get_rows", "mul_mat", "silu"} <= measured_ops
 
 
+def test_a_graph_that_does_not_fit_is_not_measured(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "graph.txt"
+    rows = ops.get_rows(hocket.weight("table", (1 << 40, 64)), hocket.input("ids", (3,), "i32"))
+    path.write_text(hocket.dump(hocket.Graph({"rows": rows})))
+    assert main(["plan", str(path), "--devices", "cpu:0", "--measure"]) == 2
+    assert "does not fit: cpu:0: needs 262144.00 GiB" in capsys.readouterr().err
+
+
 def test_commands_read_a_folder_like_its_file(tmp_path: Path, capsys: Capture) -> None:
     folder, file = str(write_folder(tmp_path / "tiny")), str(tmp_path / "tiny.gguf")
     assert main(["convert", folder, file]) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.cli import main
+from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.inference.product_inputs import (
     ProductInputWatch,
@@ -16,7 +17,11 @@ from hocket.frontends.inference.product_inputs import (
     find_weight_products,
     sum_input_energy,
 )
-from hocket.frontends.quantisation.importance import read_importance_matrix, read_importance_sums
+from hocket.frontends.quantisation.importance import (
+    ImportanceSums,
+    read_importance_matrix,
+    read_importance_sums,
+)
 from hocket.graph import Graph, constant, input, weight
 from hocket.ops.reference_run import evaluate
 
@@ -151,6 +156,28 @@ def test_wrong_calls_are_refused_in_one_line(text, tmp_path, capsys):
     assert "No such file" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "no" / "o.gguf")
     assert "observes the inputs" in run_refused_call(capsys, TINY, text, "-o", tmp_path / "o.gguf", "--watch", "x")
     assert not (tmp_path / "o.gguf").exists()
+
+
+def test_the_model_and_the_text_are_not_replaced(text, tmp_path, capsys):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(Path(TINY).read_bytes())
+    for path in (model, text):
+        before = path.read_bytes()
+        assert "would replace the model or the text" in run_refused_call(
+            capsys, model, text, "-c", 64, "--chunks", 1, "-o", path
+        )
+        assert path.read_bytes() == before
+
+
+def test_sums_that_the_format_cannot_hold_leave_no_file(tmp_path):
+    out, name = tmp_path / "out.gguf", "blk.0.ffn_up.weight"
+    for sums, count, problem in ((3e38, 1, "the sum 6e.38 is too large"), (1, 1e13, "chunks are too many")):
+        matrix = ImportanceSums(512)
+        for _ in range(2):
+            matrix.add(name, np.full((1, 8), sums), np.array([count]))
+        with pytest.raises(ModelError, match=problem):
+            matrix.write(out)
+        assert not out.exists()
 
 
 def write_short_text(folder: Path, text: str) -> Path:

@@ -139,6 +139,25 @@ def test_a_change_after_a_graph_break_is_seen_through_other_tensors(function, dy
 
 
 @pytest.mark.long
+def test_a_view_of_the_storage_does_not_depend_on_the_first_entry_of_its_operand():
+    import torch
+
+    from hocket.frontends.torch.dynamo import compile_graph
+
+    def view_storage(x):
+        return torch.as_strided(x, (2, 2), (1, 2), 1), x + 1
+
+    torch._dynamo.reset()
+    call = torch.compile(view_storage, backend=compile_graph, options={"devices": "cpu:0"})
+    for first in (4, 6, 0):
+        x = torch.arange(20.0)[first : first + 8]
+        with torch.no_grad():
+            view = call(x)[0]
+        assert view.tolist() == [[1, 3], [2, 4]]
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@pytest.mark.long
 def test_results_share_memory_only_where_they_do_in_pytorch():
     import torch
 

@@ -102,6 +102,19 @@ def test_a_damaged_weight_is_named_and_no_file_is_left(source, tmp_path, capsys)
         assert sorted(os.listdir(tmp_path)) == ["damaged.gguf", "model.gguf"]
 
 
+def test_numbers_beyond_the_largest_one_of_nvfp4_are_refused(tmp_path, capsys):
+    weight, name = np.ones((4, 64), np.float32), "blk.0.ffn_up.weight"
+    words = ("q8_0", "--tensor-type", "ffn=nvfp4")
+    weight[2, 5] = 2688
+    model = write_tensors(tmp_path / "m.gguf", {name: weight})
+    assert quantize(model, tmp_path / "out.gguf", *words) == 0
+    assert open_gguf(tmp_path / "out.gguf").tensor(name).dequantise().max() == 2688
+    weight[2, 5] = 3000
+    write_tensors(model, {name: weight})
+    line = refusal(capsys, model, tmp_path / "out.gguf", *words)
+    assert "has a value of the magnitude 3000; nvfp4 needs magnitudes up to 2688" in line
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError(28, "No space left on device")], ids=str)
 def test_an_interrupted_conversion_leaves_the_old_file(error, source, tmp_path, monkeypatch):
     out, calls = tmp_path / "out.gguf", []
@@ -132,7 +145,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray], **keys: int) -> Pa
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("llama.block_count", 1)
     for key, value in keys.items():
-        writer.add_uint32(key, value)
+        (writer.add_uint32 if value < 2**32 else writer.add_uint64)(key, value)
     for name, array in tensors.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -186,6 +199,13 @@ def test_importances_that_do_not_fit_are_refused(tmp_path, capsys):
     ):
         write_tensors(matrix, {f"{name}.in_sum2": sums, f"{name}.counts": np.ones((1, 1), np.float32)})
         assert problem in refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    write_tensors(matrix, {f"{name}.in_sum2": weight[:1], f"{name}.counts": np.full((1, 1), -1, np.float32)})
+    line = refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    assert "has a number that is infinite, NaN or negative" in line
+    sums = {f"{name}.in_sum2": weight[:1], f"{name}.counts": np.ones((1, 1), np.float32)}
+    write_tensors(matrix, sums, **{"imatrix.chunk_count": 2**32})
+    line = refusal(capsys, model, tmp_path / "out.gguf", "q4_k", "--imatrix", matrix)
+    assert "imatrix.chunk_count is 4294967296; need 0 to 4294967295" in line
     assert "is no importance matrix; convert" in refusal(capsys, model, tmp_path / "o.gguf", "q4_k", "--imatrix", model)
     assert "q2_K in type Q2_K_S needs importances of its columns" in refusal(
         capsys, model, tmp_path / "out.gguf", "q2_k_s"
@@ -203,8 +223,10 @@ def test_few_bits_need_importances_except_in_a_dry_run(tmp_path, capsys):
     assert not out.exists()
     sums = {f"{name}.in_sum2": np.ones((1, 256), np.float32), f"{name}.counts": np.ones((1, 1), np.float32)}
     matrix = write_tensors(tmp_path / "i.gguf", sums)
-    assert quantize(model, out, "iq2_xs", "--imatrix", matrix) == 0
+    other = matrix.rename(tmp_path / os.fsdecode(b"i\xff.gguf"))
+    assert quantize(model, out, "iq2_xs", "--imatrix", other) == 0
     assert open_gguf(out).tensor(name).dtype is DType.IQ2_XS
+    assert open_gguf(out).metadata["quantize.imatrix.file"] == "i?.gguf"
     assert quantize(model, out, "q1_0") == 0
 
 
@@ -253,3 +275,7 @@ def test_wrong_flags_are_refused_in_one_line(words, message, capsys):
 def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys):
     assert "type NVFP4: it is a dtype of tensors" in refusal(capsys, source, tmp_path / "out.gguf", "nvfp4")
     assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")
+    content, link = source.read_bytes(), tmp_path / "link.gguf"
+    link.symlink_to(source)
+    assert "would replace the model by its quantisation" in refusal(capsys, source, link, "q8_0")
+    assert source.read_bytes() == content
