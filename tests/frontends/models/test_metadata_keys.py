@@ -25,8 +25,9 @@ from ...given.models.architectures import ALL, FOLDER
 from ...given.models.exact import open_with_metadata
 from ...given.models.goldens import open_fixture
 
-GUESSED = ("{arch}.pooling_type",)
-"""Keys that are read when a vector is asked for; test_language_model.py and test_embed.py try their values."""
+GUESSED = ("{arch}.pooling_type", "{arch}.classifier.pooling_type")
+"""Keys that are read when a vector or a score is asked for; test_language_model.py, test_embed.py and test_ranking.py
+try their values."""
 
 
 def test_every_key_that_the_package_gguf_names_is_in_the_table() -> None:
