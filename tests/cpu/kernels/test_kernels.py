@@ -266,10 +266,7 @@ def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, 
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     messages = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
     assert len(messages) == 1
-    assert (
-        "file (Not a directory), so each start makes them anew; free space, or set HOCKET_CACHE_DIR"
-        in messages[0]
-    )
+    assert "file (Not a directory), so each start makes them anew; free space, or set HOCKET_CACHE_DIR" in messages[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
