@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -71,16 +71,20 @@ def open_log(path: str | Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be written; the error names `path`.
     """
-    try:
-        file = open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))  # noqa: SIM115
-        known = os.fstat(file.fileno())
-        if stat.S_ISREG(known.st_mode) and known.st_size:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    except OSError as error:
-        _set_error_filename(error, path)
-        raise
+    with ExitStack() as on_error:
+        try:
+            file = on_error.enter_context(
+                open(path, "a+b", buffering=0, opener=lambda path, flags: os.open(path, flags, PRIVATE))
+            )
+            known = os.fstat(file.fileno())
+            if stat.S_ISREG(known.st_mode) and known.st_size:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+        except OSError as error:
+            _set_error_filename(error, path)
+            raise
+        on_error.pop_all()
     return cast(BinaryIO, file)
 
 
