@@ -175,7 +175,7 @@ class Replay:
             if logged:  # the step has gone on behind the failure
                 raise ReplayDifferenceError(line, f"the step {_say_failure(logged)} in the log, and not now") from error
             raise
-        except Exception as error:  # a failure that the log has, too, is no difference
+        except Exception as error:  # a step may fail with any error; it is compared with the failure in the log
             failure, events = f"{type(error).__name__}: {error}", []
         if failure != logged:
             raise ReplayDifferenceError(

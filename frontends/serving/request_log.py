@@ -184,7 +184,7 @@ class LoggedEngine(Engine):
         has_work = self.has_work
         try:
             events = super().step(paused)
-        except Exception as error:
+        except Exception as error:  # logged, so that a replay can compare it, and raised again
             self._log.write({"failure": f"{type(error).__name__}: {error}", **self._tape.take()})
             raise
         if has_work or not self._was_idle:

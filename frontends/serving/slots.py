@@ -244,7 +244,7 @@ class SlotPool:
             self.wipe(slot)
             self.read_prompt(slot, [0], [])
             self.wipe(slot)
-        except Exception:  # any failure of a step, as in the engine
+        except Exception:  # a broken backend may raise anything, and then the engine is built anew
             return False
         return True
 

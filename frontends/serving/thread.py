@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +26,7 @@ from .slot_files import MAX_HEADER_BYTES, SlotFiles
 from .slots import SlotPool
 from .step_history import RequestRecord, RequestTrace
 
+LOGGER = logging.getLogger("hocket.serving")
 ActionResult = TypeVar("ActionResult")
 HEARTBEAT_SECONDS = 1.0
 """Seconds between two heartbeats of an engine without work."""
@@ -222,7 +224,7 @@ class EngineThread(ServedModel):
                 return
             try:
                 future.set_result(run())
-            except Exception as error:  # the caller gets every error of its action
+            except Exception as error:  # every error of the action belongs to the caller, who waits for the future
                 future.set_exception(error)
 
         with self._receivers_lock:
@@ -263,7 +265,7 @@ class EngineThread(ServedModel):
         engine = self._engine
         try:
             events = engine.step()
-        except Exception as error:  # any failure of a step; the next steps may work
+        except Exception as error:  # a backend may raise anything, and other requests must not end with this one
             in_step = engine.requests_in_step or {*engine.status.slot_requests}
             self._restart(in_step, _describe_error(error), error)
             return
@@ -321,7 +323,8 @@ class EngineThread(ServedModel):
         try:
             for _ in self._preparations:
                 return True
-        except Exception:  # a request that needs this step gets the error
+        except Exception as error:  # a backend may raise anything; a request that needs this step gets the error
+            LOGGER.warning("steps for longer texts are not compiled in advance: %s", _describe_error(error))
             self._preparations = iter(())
         return False
 

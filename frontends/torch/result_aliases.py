@@ -111,7 +111,7 @@ def find_result_aliases(module: Callable[..., Any], args: Sequence[Any]) -> Resu
             warnings.simplefilter("ignore")
             fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
             results = tree_leaves(module(*fakes))
-    except Exception as why:  # the graph may raise anything
+    except Exception as why:  # this runs the user's model, which may raise anything
         first = str(why).strip().partition("\n")[0]
         raise ModelError(f"it cannot run on fake tensors: {first}") from None
     number_by_id = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
