@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,18 +31,18 @@ from hocket.graph.storage.files import open_log
 from ...given.fakes.fake_service import build_metadata
 from ...given.waits import wait_until
 
-MODEL_OPTIONS = {"context": 128, "batch": 32, "devices": "cpu:0", "threads": 2}
+MODEL_OPTIONS: dict[str, Any] = {"context": 128, "batch": 32, "devices": "cpu:0", "threads": 2}
 
 
-def make_request(name: str, prompt: tuple[int, ...], limit: int = 8, **options: object) -> GenerationRequest:
+def make_request(name: str, prompt: tuple[int, ...], limit: int = 8, **options: Any) -> GenerationRequest:
     params = GenerationParams(limit, Sampling(temperature=0.9, top_k=0), 7, frozenset([0]))
     request = GenerationRequest(name, prompt, params)
-    return replace(request, **options)  # type: ignore[arg-type]
+    return replace(request, **options)
 
 
 def record_day(path: Path, send: Callable[[EngineThread, Model, list[Event]], None]) -> None:
     """Write the log of a server with the embedded model, over the orders of `send`."""
-    with Model(None, **MODEL_OPTIONS) as model:  # type: ignore[arg-type]
+    with Model(None, **MODEL_OPTIONS) as model:
         log = RequestLog(open_log(path), pytest.fail, {**MODEL_OPTIONS, "model": None})
         events: list[Event] = []
         service = EngineThread(model, EngineOptions(3, 8), name="m", version="0", log=log)
@@ -102,30 +103,30 @@ def rewrite(log: Path, target: Path, change: Callable[[dict[str, object]], bool]
     return changed
 
 
-def change_token(record: dict[str, object]) -> bool:
-    for event in record.get("events", ()):  # type: ignore[attr-defined]
+def change_token(record: dict[str, Any]) -> bool:
+    for event in record.get("events", ()):
         if event[0] == "token" and event[1] == "b":
             event[2] += 1
             return True
     return False
 
 
-def change_logits(record: dict[str, object]) -> bool:
-    if len(record.get("logits", ())) < 2:  # type: ignore[arg-type]
+def change_logits(record: dict[str, Any]) -> bool:
+    if len(record.get("logits", ())) < 2:
         return False
-    record["logits"][1] = "0:0"  # type: ignore[index]
+    record["logits"][1] = "0:0"
     return True
 
 
-def drop_time(record: dict[str, object]) -> bool:
-    return bool(record.get("logits") and record["times"].pop())  # type: ignore[attr-defined]
+def drop_time(record: dict[str, Any]) -> bool:
+    return bool(record.get("logits") and record["times"].pop())
 
 
-def add_time(record: dict[str, object]) -> bool:
-    return bool(record.get("logits") and not record["times"].append(1.0))  # type: ignore[attr-defined]
+def add_time(record: dict[str, Any]) -> bool:
+    return bool(record.get("logits") and not record["times"].append(1.0))
 
 
-def plant_failure(record: dict[str, object]) -> bool:
+def plant_failure(record: dict[str, Any]) -> bool:
     return bool(record.get("logits") and record.setdefault("failure", "RuntimeError: gone"))
 
 
@@ -180,7 +181,8 @@ def test_a_failure_and_its_restart_are_repeated(
     def send(service: EngineThread, model: Model, events: list[Event]) -> None:
         service.submit(make_request("bad", tuple(range(3, 30)), 20), events.append)
         wait_until(lambda: count_ends(events) == 1)
-        assert events[-1].message == "RuntimeError: planted"  # type: ignore[union-attr]
+        assert isinstance(events[-1], EndEvent)
+        assert events[-1].message == "RuntimeError: planted"
         service.submit(make_request("good", tuple(range(3, 10)), 5), events.append)
         wait_until(lambda: count_ends(events) == 2)
 
@@ -202,10 +204,11 @@ def test_slot_files_are_a_part_of_the_day(tmp_path: Path, capsys: pytest.Capture
         write_state(state, file)
         service.erase_slot(0).result()
         count = service.restore_slot(2, state, file).result()
-        tokens = state.header["tokens"][0]  # type: ignore[index]
+        tokens = state.header["tokens"][0]
         service.submit(make_request("second", (*tokens, 5, 6)), events.append)
         wait_until(lambda: count_ends(events) == 2)
-        assert events[-1].timing.cached_tokens == count  # type: ignore[union-attr]
+        assert isinstance(events[-1], EndEvent)
+        assert events[-1].timing.cached_tokens == count
 
     record_day(tmp_path / "log", send)
     assert main(["replay", str(tmp_path / "log")]) == 0
@@ -247,7 +250,7 @@ def test_a_file_of_another_kind_is_refused(
     ],
 )
 def test_damaged_records_are_one_line(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, object]
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: dict[str, Any]
 ) -> None:
     header = log.read_text().splitlines()[0]
     (tmp_path / "log").write_text(f"{header}\n{json.dumps(record)}\n")
@@ -273,7 +276,7 @@ def test_a_log_on_a_full_disk_ends_and_the_server_goes_on() -> None:
         pytest.skip("needs /dev/full")
     errors: list[str] = []
     log = RequestLog(open("/dev/full", "ab", buffering=0), errors.append, {})  # noqa: SIM115
-    with Model(None, **MODEL_OPTIONS) as model:  # type: ignore[arg-type]
+    with Model(None, **MODEL_OPTIONS) as model:
         service = EngineThread(model, EngineOptions(1, 1), name="m", version="0", log=log)
         events: list[Event] = []
         try:
