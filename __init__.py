@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from . import graph as graph
     from . import ops as ops
     from . import scheduler as scheduler
+    from .frontends.completion import Completion as Completion
+    from .frontends.completion import Token as Token
     from .frontends.errors import ModelError as ModelError
     from .frontends.generation.options import Options as Options
     from .frontends.generation.sampling import Sampling as Sampling
     from .frontends.language_model import Model as Model
-    from .frontends.language_model import Token as Token
     from .frontends.onnx.importer import from_onnx as from_onnx
     from .frontends.torch.importer import from_torch as from_torch
     from .graph import BackendError as BackendError
@@ -60,7 +61,8 @@ LAZY_NAMES = {
     **dict.fromkeys(("register", "verify"), ".ops"),
     **dict.fromkeys(("dump", "parse"), ".ops.text"),
     **dict.fromkeys(("Executor", "Plan", "Store", "Trace", "load", "plan", "run"), ".scheduler"),
-    **dict.fromkeys(("Model", "Token"), ".frontends.language_model"),
+    "Model": ".frontends.language_model",
+    **dict.fromkeys(("Completion", "Token"), ".frontends.completion"),
     "Options": ".frontends.generation.options",
     "ModelError": ".frontends.errors",
     "Sampling": ".frontends.generation.sampling",
