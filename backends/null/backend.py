@@ -69,10 +69,11 @@ class NullBuffer:
 
 
 class NullBackend:
-    """Runs anywhere as ``null:0`` and any number of further devices.
+    """A backend that computes and stores nothing: a run only advances the virtual clock of its device.
 
-    With `goes_on`, the clock and the track of a run continue from the previous run on that device; by default the clock
-    starts at 0. With `computes_beside`, devices compute during collectives.
+    It runs anywhere as ``null:0`` and any number of further devices. With `goes_on`, the clock and the track of a run
+    continue from the previous run on that device; by default the clock starts at 0. With `computes_beside`, devices
+    compute during collectives.
     """
 
     name = "null"
