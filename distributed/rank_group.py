@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Array, Device, SharedBuffers
-from ..backends.host.progress_board import FAILURE_WORD, equalise_run_numbers, make_signal_pad
+from ..backends.host.progress_board import FAILURE_WORD, align_run_numbers_and_clear_failure, make_signal_pad
 from ..graph.dtypes import DType
 from .array_packets import pack_array, unpack_array
 from .thread_group import ThreadGroup
@@ -189,7 +189,7 @@ class RankGroup:
         If a rank has failed in the meantime, its failure is reported again.
         """
         for board in self.signal_pads.values():
-            equalise_run_numbers(board)
+            align_run_numbers_and_clear_failure(board)
         for group in self.thread_groups.values():
             group.clear()
         self.between.world.repeat_failure_callbacks()

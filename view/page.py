@@ -19,7 +19,7 @@ from ..scheduler.reports.plan_diff import diff_plans
 from ..scheduler.runtime.trace import Trace
 from ..scheduler.sharding.factors import Factors
 from .graph_data import GraphData
-from .passes_data import build_factor_columns, list_search_reasons_by_node
+from .passes_data import build_sharding_factor_columns, list_search_reasons_by_node
 from .plan_data import PlanData
 
 SCRIPT_FILES = (
@@ -97,7 +97,11 @@ def _plan_page_data(plan: Plan, times: MeasuredPlan | None = None) -> dict[str, 
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
     drawn = PlanData(plan, graph, times).build_page_data()
     drawn["decided"] = list_search_reasons_by_node(plan, graph, factors)
-    return {"graph": graph.build_page_data(), "plan": drawn, "passes": build_factor_columns(plan, graph, factors)}
+    return {
+        "graph": graph.build_page_data(),
+        "plan": drawn,
+        "passes": build_sharding_factor_columns(plan, graph, factors),
+    }
 
 
 def _page(title: str, page_items: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:

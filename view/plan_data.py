@@ -49,7 +49,7 @@ class PlanData:
         rows = [self._build_timeline_row(*row) for row in self._iterate_timeline_rows([p["block"] for p in programs])]
         layouts = format_value_layouts(plan)
         advice = find_placement_hints(plan, layouts)
-        measured = None if self.times is None else self._build_measured_data(self.times)
+        measured = None if self.times is None else self._build_measured_time_columns(self.times)
         return {
             "summary": format_summary(plan),
             "cost": {
@@ -86,7 +86,7 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _build_measured_data(self, times: MeasuredPlan) -> dict[str, Any]:
+    def _build_measured_time_columns(self, times: MeasuredPlan) -> dict[str, Any]:
         """Build the columns of measured times from a trace: the kernel and the seconds of each instruction, by device.
 
         The column `together` has the number of instructions that the same kernel computes, if they are fused.

@@ -14,8 +14,8 @@ from ..inference.session import DEFAULT_BATCH
 from ..language_model import Model
 from ..terminal.arguments import parse_natural, parse_positive
 from ..terminal.compile_progress import show_compile_progress
-from ..terminal.output import write_to_stdout
-from ..text_limits import require_texts_fit
+from ..terminal.output import write_to_stdout_unless_closed
+from ..text_limits import require_nonempty_texts_fit
 from .shared_flags import add_batch_flag, add_device_flags, add_model_flags
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     }
     with Model(args.model, **where) as model:
         ids = [model.tokenize(text) for text in texts]
-        require_texts_fit(ids, model.context, "text" if args.prompt else "line")
+        require_nonempty_texts_fit(ids, model.context, "text" if args.prompt else "line")
         vectors = model.embed(ids, normalise=not args.no_normalise)
     if args.output == "npy":
         array = io.BytesIO()
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(array.getvalue())
     else:
         for vector in vectors:
-            write_to_stdout(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
+            write_to_stdout_unless_closed(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
     return 0
 
 

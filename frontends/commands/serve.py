@@ -22,22 +22,22 @@ from ..errors import ModelError
 from ..generation.sampling import Sampling
 from ..inference.session import DEFAULT_BATCH, DEFAULT_CONTEXT
 from ..language_model import Model
-from ..open_model import read_text
+from ..open_model import read_text_without_final_newline
 from ..terminal.arguments import (
     parse_json_object,
     parse_natural,
     parse_natural_or_minus_one,
     parse_number,
     parse_positive,
-    use_flag_names,
+    replace_arguments_by_flag_names,
 )
 from ..terminal.blas_threads import set_blas_threads
-from ..terminal.output import write_line_to_stderr, write_to_stdout
+from ..terminal.output import write_line_to_stderr, write_to_stdout_unless_closed
 from .plan import (
+    create_session_layout_workload,
     describe_memory_fit_and_speed,
     make_requested_and_session_plans,
-    make_session_workload,
-    read_step_graph,
+    read_step_graph_and_context,
 )
 from .shared_flags import (
     EXACT_HELP,
@@ -190,8 +190,8 @@ def run(args: argparse.Namespace) -> int:
         set_blas_threads(args.threads)
     if args.dry_run:
         return print_dry_run_prediction(args)
-    options = read_server_options(args)
-    check_server_options(options)
+    options = read_server_options_and_files(args)
+    check_server_options_before_load(options)
     with ExitStack() as stack:
         listeners = bind_server_sockets(options)
         for listener in listeners:
@@ -275,7 +275,7 @@ def lower_gc_threshold() -> None:
 def open_served_model(args: argparse.Namespace) -> tuple[Model, str]:
     """Open the model that the flags describe, and return it with its name for clients."""
     group = make_device_group(args)
-    model = Model(args.model, keep_packed=args.keep_packed, **collect_model_options(args, group))
+    model = Model(args.model, keep_packed=args.keep_packed, **collect_result_changing_options(args, group))
     return model, args.alias[0] if args.alias else Path(args.model).stem
 
 
@@ -286,7 +286,7 @@ def make_device_group(args: argparse.Namespace) -> DeviceGroup:
     )
 
 
-def collect_model_options(args: argparse.Namespace, group: DeviceGroup) -> dict[str, Any]:
+def collect_result_changing_options(args: argparse.Namespace, group: DeviceGroup) -> dict[str, Any]:
     """Collect the arguments of `Model` that may change its results."""
     span = args.control_vector_layer_range
     return {
@@ -317,7 +317,7 @@ def open_request_log(args: argparse.Namespace) -> RequestLog | None:
         return None
     from ..serving.request_log import RequestLog
 
-    options = collect_model_options(args, make_device_group(args))
+    options = collect_result_changing_options(args, make_device_group(args))
     options["model"] = str(Path(args.model).absolute())
     return RequestLog(open_log(args.log_requests), partial(_announce_log_error, args.log_requests), options)
 
@@ -326,7 +326,7 @@ def _announce_log_error(path: str, why: str) -> None:
     write_line_to_stderr(f"hocket: {path}: {why}; the log of requests ends here, the server goes on")
 
 
-def read_server_options(args: argparse.Namespace) -> ServerOptions:
+def read_server_options_and_files(args: argparse.Namespace) -> ServerOptions:
     """Read the options of the HTTP server from the flags, and from the files that they name (API keys, chat template).
 
     Raises:
@@ -359,7 +359,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         sampling=Sampling(temperature=args.temp),
         seed=args.seed,
         default_max_tokens=args.default_max_tokens,
-        chat_template=None if args.chat_template is None else read_text(args.chat_template),
+        chat_template=None if args.chat_template is None else read_text_without_final_newline(args.chat_template),
         template_variables=args.variables,
         has_metrics=not args.no_metrics,
         has_slots=not args.no_slots,
@@ -373,7 +373,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
-def check_server_options(options: ServerOptions) -> None:
+def check_server_options_before_load(options: ServerOptions) -> None:
     """Check the server options before the model is loaded, which may take long.
 
     Raises:
@@ -415,7 +415,9 @@ def bind_server_sockets(options: ServerOptions) -> list[socket.socket]:
 
 
 def _read_api_keys(path: str | None) -> tuple[str, ...]:
-    keys = [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text(path).splitlines()
+    keys = (
+        [os.environ.get(API_KEY_VARIABLE, "")] if path is None else read_text_without_final_newline(path).splitlines()
+    )
     found = tuple(key for line in keys if (key := line.strip()))
     if path is not None and not found:
         raise ModelError(f"{path}: has no API key; write one in a line")
@@ -429,16 +431,20 @@ def print_dry_run_prediction(args: argparse.Namespace) -> int:
         The exit code: 1 if memory is too small, else 0.
     """
     group = device_group_from_flags(args, **cache_dtypes_from_flags(args))
-    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=1, caches=group.cache_dtypes)
+    graph_of = partial(
+        read_step_graph_and_context, args.model, context=args.context, tokens=1, caches=group.cache_dtypes
+    )
     graph, context = graph_of(sequences=args.parallel)
     if context is None:
         raise ModelError(f"{args.model}: is a graph; give a model")
-    workload = make_session_workload(args, group, context, args.parallel)
+    workload = create_session_layout_workload(args, group, context, args.parallel)
     requested, plan = make_requested_and_session_plans(graph, group, None, workload)
     prompt = min(args.batch, context)
     fit = describe_memory_fit_and_speed(requested, plan, context, args.parallel, prompt, graph_of, is_decode=True)
-    write_to_stdout(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
+    write_to_stdout_unless_closed(f"{args.parallel} slots of {context} tokens; {fit}\n\n{plan.explain()}\n")
     if problem := describe_memory_problem(requested, context=context):
-        write_line_to_stderr(f"hocket: does not fit with {args.parallel} slots: {use_flag_names(problem)}")
+        write_line_to_stderr(
+            f"hocket: does not fit with {args.parallel} slots: {replace_arguments_by_flag_names(problem)}"
+        )
         return 1
     return 0

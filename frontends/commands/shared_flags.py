@@ -18,7 +18,7 @@ from ..inference.value_watch import StepWatch, ValueWatch
 from ..models import Model
 from ..open_model import open_adapted_model, open_session
 from ..terminal.arguments import (
-    PositionalAlias,
+    PositionalAliasAction,
     parse_devices,
     parse_natural,
     parse_placement,
@@ -51,7 +51,7 @@ def add_model_flags(
         options: Further options of ``add_argument``.
     """
     sub.add_argument("model", metavar=metavar, help=help, **options)
-    sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
+    sub.add_argument("-m", "--model", action=PositionalAliasAction, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
 def add_session_flags(sub: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from ...distributed.launcher import LaunchInfo, notify_supervisor, run_under_sup
 from ...distributed.mpi_link import MpiLink
 from ...distributed.world import SILENCE_TIMEOUT_SECONDS
 from ...graph.errors import HocketError
-from .arguments import as_one_line
+from .arguments import escape_as_one_line
 
 SAME_INSTALLATION_HINT = "install the same on all machines"
 
@@ -44,7 +44,7 @@ def run_command_as_rank(
     try:
         link = MpiLink()
     except HocketError as error:
-        sys.exit(f"hocket: rank {launch.rank}: {as_one_line(str(error))}")
+        sys.exit(f"hocket: rank {launch.rank}: {escape_as_one_line(str(error))}")
     notify_supervisor(pipe)
     world = World(link, ends_process=True)
     signal.signal(signal.SIGTERM, lambda number, frame: _on_terminate(world, number, frame))
@@ -71,10 +71,10 @@ def run_command_as_rank(
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             sys.excepthook(type(error), error, error.__traceback__)
-        world.end_process(2, "" if world.failure else as_one_line(format_error(error)))
+        world.end_process(2, "" if world.failure else escape_as_one_line(format_error(error)))
     except BaseException as error:
         sys.__excepthook__(type(error), error, error.__traceback__)
-        world.end_process(1, as_one_line(f"{type(error).__name__}: {error}"))
+        world.end_process(1, escape_as_one_line(f"{type(error).__name__}: {error}"))
     notify_supervisor(pipe)
     return code
 

@@ -20,7 +20,7 @@ from ...backends.base import Instruction
 from ...backends.capabilities import OTHER_OPS, can_group_overlap
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_sequence_number
+from ...ops.collectives import POINT_TO_POINT_OPS, find_collective_sequence_number, narrow_to_integer
 from ..lowering.device_plan import DevicePlan, KernelUse, find_collective_groups, find_first_devices_with_same_program
 from ..lowering.structural_equality import make_program_key
 from .hardware import Estimate, Hardware, WorkCounter, WorkEstimate, find_view_base_node
@@ -147,7 +147,7 @@ class InstructionCosts:
         """List the devices that take part in a collective instruction; for a message, the sender and the receiver."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.collective_group
-        return self.device_number, as_integer(i.attrs["to" if i.op == "send" else "source"])
+        return self.device_number, narrow_to_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _estimate_unsharded_work(self, node: Node) -> tuple[float, float]:
         """Estimate how much more work a node would have on this device if its weights and states were not sharded.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...backends.base import Backend, Device, Program
 from ...backends.capabilities import STAND_IN, KernelCall, ListsKernels, can_group_overlap
-from ...backends.fusion.overlap import find_overlapped_instructions
+from ...backends.fusion.overlap import find_instructions_beside_collectives
 from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
@@ -99,7 +99,7 @@ class DevicePlan:
             for number in call.instruction_numbers
         }
         order = range(len(self.program.instructions))
-        return find_overlapped_instructions(
+        return find_instructions_beside_collectives(
             self.program, dict.fromkeys(together.get(number, (number,)) for number in order)
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...backends.base import Backend, Device
-from ...backends.capabilities import find_device_class
+from ...backends.capabilities import find_class_of_equal_devices
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
@@ -192,7 +192,7 @@ def find_unsupported_nodes(
     refused = []
     asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade of device: reasons by unsupported node
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, source_nodes, group, strict=True)):
-        key = (graph, find_device_class(backend, device))
+        key = (graph, find_class_of_equal_devices(backend, device))
         if key not in asked:
             work = (n for n in graph.nodes if not n.is_leaf and not op_of(n).is_view)
             answers = ((n, backend.supports(n, device)) for n in work)

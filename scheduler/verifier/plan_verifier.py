@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ...backends.capabilities import find_device_class
+from ...backends.capabilities import find_class_of_equal_devices
 from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
@@ -101,7 +101,7 @@ def _find_plan_faults_by_instruction(plan: Plan, make_trace: Callable[..., Value
             yield f"device {number}: {why}"
         grade = (
             key,
-            find_device_class(device_plan.backend, device_plan.device),
+            find_class_of_equal_devices(device_plan.backend, device_plan.device),
         )  # devices that share a program may support different ops
         if grade not in unable:
             answers = [(node, device_plan.backend.supports(node, device_plan.device)) for node in nodes]

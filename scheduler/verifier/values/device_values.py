@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ....graph.graph import Graph, topological_order
 from ....graph.node import Node, Value
 from ....ops import REGISTRY
-from ....ops.collectives import COLLECTIVES, as_index_ranges, as_integer
+from ....ops.collectives import COLLECTIVES, narrow_to_index_ranges, narrow_to_integer
 from .facts import CONVERSION_OPS, Fact, infer_conversion_facts, slice_fact_of_scattered_value, with_empty_index_on_axis
 from .index_sets import (
     IndexRanges,
@@ -349,8 +349,8 @@ class ValueTrace:
         """
         (first,), attrs = facts_by_device[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
-        axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-        runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        axis = -1 if sums else narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+        runs = () if sums else narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[Fact]] = []
         for device, facts in enumerate(facts_by_device):
             expected_axes = list(first.axes)
@@ -381,8 +381,8 @@ class ValueTrace:
                 return why
             whole_axes = first.axes
         else:
-            axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-            runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            axis = narrow_to_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+            runs = narrow_to_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
             gathered = self._concatenate_shard_entries(device_facts, axis, runs)
             if isinstance(gathered, str):
                 return gathered
@@ -436,7 +436,7 @@ def _make_shared_collective_key(device: int, node: Node) -> object:
 
     The key is the sequence number, and for a message also the sender and the receiver.
     """
-    number = as_integer(node.attrs["sequence"])
+    number = narrow_to_integer(node.attrs["sequence"])
     if node.op == "send":
         return device, node.attrs["to"], number
     return (node.attrs["source"], device, number) if node.op == "receive" else number
@@ -444,5 +444,7 @@ def _make_shared_collective_key(device: int, node: Node) -> object:
 
 def _order_nodes(graph: Graph) -> tuple[Node, ...]:
     """Order the nodes of a graph: operands before their readers, and collectives by ascending sequence number."""
-    collectives = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
+    collectives = sorted(
+        (n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: narrow_to_integer(n.attrs["sequence"])
+    )
     return topological_order(map(Value, (*collectives, *graph.nodes)))

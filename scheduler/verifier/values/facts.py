@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....graph.node import Node
-from ....ops.collectives import as_index_ranges, as_integer
+from ....ops.collectives import narrow_to_index_ranges, narrow_to_integer
 from .index_sets import IndexRanges, concatenate_indices, has_duplicates, select_entries_at_positions, slice_index
 from .partial_sums import NO_TERMS, OptionalPartialSum
 
@@ -66,9 +66,9 @@ def infer_conversion_facts(node: Node, operands: Sequence[Fact | None]) -> list[
         return [Fact(first.value_number, first.axes, NO_TERMS)]
     if node.op not in ("slice", "concat"):
         return []
-    axis = as_integer(attrs["axis"]) % len(first.axes)
+    axis = narrow_to_integer(attrs["axis"]) % len(first.axes)
     if node.op == "slice":
-        index = slice_index(first.axes[axis], as_integer(attrs["start"]), as_integer(attrs["stop"]))
+        index = slice_index(first.axes[axis], narrow_to_integer(attrs["start"]), narrow_to_integer(attrs["stop"]))
         return [Fact(first.value_number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.partial_sum)]
     second = operands[1]
     assert second is not None
@@ -94,6 +94,6 @@ def slice_fact_of_scattered_value(
         device: The position of the device in the collective group.
         node: The collective's node; its attributes are the axis and the ranges of each device.
     """
-    axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
+    axis, own = narrow_to_integer(node.attrs["axis"]), narrow_to_index_ranges(node.attrs["runs"])[device]
     index = select_entries_at_positions(whole_axes[axis], concatenate_indices([own]))
     return Fact(value_number, (*whole_axes[:axis], index, *whole_axes[axis + 1 :]))

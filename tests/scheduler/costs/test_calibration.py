@@ -18,7 +18,7 @@ from hocket.backends.base import find_device
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
 from hocket.frontends.inference.device_group import ONE_DEVICE, DeviceGroup, resolve_devices
-from hocket.frontends.measure_plan import format_time_comparison
+from hocket.frontends.measure_plan import format_time_comparison_table
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.graph.storage.disk_cache import read_cached, write_cached
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
@@ -430,7 +430,7 @@ def test_speeds_that_cannot_be_saved_are_reported(
 def test_predicted_stands_beside_measured():
     plan = plan_for_group(build_launch_chain_graph(64), [find_device("numpy:0")])
     steps = tuple(MeasuredStep("k", 2 * plan.instruction_costs[0].get_cost(at).seconds, 1) for at in range(CHAIN_STEPS))
-    lines = format_time_comparison(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
+    lines = format_time_comparison_table(plan, 4 * plan.cost.total, MeasuredPlan("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]
     assert [line.split()[-2:] for line in lines[2:]] == [["-50%", "add"], ["-50%", "rms_norm"]]
 
