@@ -70,20 +70,20 @@ def notify_supervisor(pipe: int) -> None:
     os.write(pipe, b"1")
 
 
-def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
+def _supervise_child(child: int, progress_pipe: int, launch: LaunchInfo) -> NoReturn:
     """Wait for the end of the process `child`, and end this process with the same exit code.
 
     The child is killed if not all ranks start in time.
 
     Args:
         child: The process id.
-        reading: The pipe of `notify_supervisor`.
+        progress_pipe: The pipe of `notify_supervisor`.
         launch: The launcher, rank and number of ranks, for messages.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: os.kill(child, n))
-    came = select.select([reading], [], [], START_TIMEOUT_SECONDS)[0]  # also readable after the end of the child
+    came = select.select([progress_pipe], [], [], START_TIMEOUT_SECONDS)[0]  # also readable after the end of the child
     if not came:
         why = f"only some of {launch.size} ranks have started within {START_TIMEOUT_SECONDS:.0f} s"
         os.write(2, f"hocket: rank {launch.rank} on {platform.node()}: {why}\n".encode())
@@ -92,7 +92,7 @@ def _supervise_child(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0 or (code == 0 and len(os.read(reading, 2)) < 2):
+    if code < 0 or (code == 0 and len(os.read(progress_pipe, 2)) < 2):
         # The child ended without a notice. The other ranks find out and print it before the launcher ends them.
         time.sleep(SILENCE_TIMEOUT_SECONDS + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS)
         code = 128 - code

@@ -286,7 +286,9 @@ class _DeviceWorker:
         self._has_finished_program = False
 
     def run_queued_runs(
-        self, interrupts: DeferredInterrupts, tell: Callable[[_PipelinedRun, int, Mapping[str, Array]], None]
+        self,
+        interrupts: DeferredInterrupts,
+        report_finished_run: Callable[[_PipelinedRun, int, Mapping[str, Array]], None],
     ) -> None:
         """Run this device's part of each queued run, in order, until an entry None comes or a device fails.
 
@@ -294,7 +296,7 @@ class _DeviceWorker:
 
         Args:
             interrupts: Says whether an interrupt is pending.
-            tell: Called after each run with the run, the device number and the outputs on the device.
+            report_finished_run: Called after each run with the run, the device number and the outputs on the device.
         """
         while (run := self.queued_runs.get()) is not None and not self.is_stopped:
             if interrupts.is_interrupt_pending:
@@ -307,7 +309,7 @@ class _DeviceWorker:
             outputs = {name: part.copy_to_host() for name, part in stage.output_shards.items()}
             self._save_undo_data(run)
             self._current_run, self._has_finished_program = None, False
-            tell(run, self.number, outputs)
+            report_finished_run(run, self.number, outputs)
 
     def roll_back(self, error: BaseException | None) -> None:
         """Restore the device's states to their values before the first run that is not final.

@@ -225,10 +225,10 @@ class _ChunkedGraph:
         self.chunk_values: dict[Value, list[Value]] = {}
 
     def can_be_chunked(self) -> bool:
-        """Return whether each value with sharded tokens is computed and read in the same way: in chunks or whole.
+        """Return whether the graph can be split into token chunks.
 
-        Otherwise the graph cannot be split: the shards of the chunks on a device are other tokens than its shard of all
-        tokens.
+        It can if each value with sharded tokens is computed and read in the same way: in chunks or whole. Otherwise
+        the shards of the chunks on a device are other tokens than its shard of all tokens.
         """
         pairs = [(s, node in self.chunked_nodes) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
