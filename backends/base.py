@@ -213,7 +213,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedBuffers:
+class SharedCollectiveBuffers:
     """Memory that several processes share, in which compiled collectives sum float32 values.
 
     `signal_pad` is like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each device, used in
@@ -243,7 +243,7 @@ class Comm(Protocol):
     compiled. The word `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in
     `view_run_numbers`.
     """
-    shared_buffers: SharedBuffers | None
+    shared_buffers: SharedCollectiveBuffers | None
     """Shared buffers of members in several processes of one machine; else None."""
     devices: Sequence[Device]
     """The devices of the members; known if there is a signal pad or if there are shared buffers."""

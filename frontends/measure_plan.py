@@ -11,8 +11,8 @@ import numpy as np
 from ..scheduler import Plan, describe_memory_problem
 from ..scheduler.costs.timeline import TimelineEntry
 from ..scheduler.ir.formatting import format_seconds
-from ..scheduler.measurement.calibrate import bind_probe_plan
-from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from ..scheduler.measurement.calibrate import load_probe_plan_with_fill_data
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measured_times_from_trace
 from .errors import ModelError
 from .inference.session import DeviceGroup, Session
 from .models import Model
@@ -47,7 +47,7 @@ def measure_steps_against_predictions(model: Model, on: DeviceGroup, tokens: int
             run_at_context_end(session, next(tokens_to_run))
     plan = trace.runs[-1].plan
     seconds = median(run.end - run.start for run in trace.runs)
-    return format_time_comparison_table(plan, seconds, read_measurements(plan, trace))
+    return format_time_comparison_table(plan, seconds, read_measured_times_from_trace(plan, trace))
 
 
 def measure_graph_against_predictions(plan: Plan) -> list[str]:
@@ -60,14 +60,14 @@ def measure_graph_against_predictions(plan: Plan) -> list[str]:
     """
     if problem := describe_memory_problem(plan):
         raise ModelError(f"does not fit: {problem}")
-    executor = bind_probe_plan(plan)
+    executor = load_probe_plan_with_fill_data(plan)
     inputs = {value.node.name: np.zeros(value.shape, value.dtype.storage) for value in plan.graph.inputs}
     executor.run(inputs)  # compiles and warms up
     with executor.tracing() as trace:
         for _ in range(MEASURED_RUNS):
             executor.run(inputs)
     seconds = median(run.end - run.start for run in trace.runs)
-    return format_time_comparison_table(plan, seconds, read_measurements(plan, trace))
+    return format_time_comparison_table(plan, seconds, read_measured_times_from_trace(plan, trace))
 
 
 def run_at_context_end(session: Session, tokens: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ..graph.graph import Graph
 from ..graph.storage.files import write_text
 from ..scheduler.ir.execution_plan import Plan
-from ..scheduler.reports.measured_steps import MeasuredPlan, read_measurements
+from ..scheduler.reports.measured_steps import MeasuredPlan, read_measured_times_from_trace
 from ..scheduler.reports.plan_diff import diff_plans
 from ..scheduler.runtime.trace import Trace
 from ..scheduler.sharding.factors import Factors
@@ -88,7 +88,7 @@ def view_plan(
     Raises:
         PlanError: the trace belongs to another plan.
     """
-    planned = _plan_page_data(plan, None if trace is None else read_measurements(plan, trace))
+    planned = _plan_page_data(plan, None if trace is None else read_measured_times_from_trace(plan, trace))
     documents = [planned] if before is None else [_plan_page_data(before), planned]
     return _page(title, documents, () if before is None else diff_plans(before, plan), tokens)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ...backends.cpu.top_k import argsort_descending, find_top_k
 from ...graph.lazy_dataclass import dataclass
+from ...graph.old_names import RenamedAttribute
 from ...graph.validation import (
     ArgumentKind,
     integer_between,
@@ -93,6 +94,10 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, kind in SAMPLING_FIELD_KINDS.items():
             require(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
+
+    check = RenamedAttribute("check_logit_bias_tokens")
+    candidates = RenamedAttribute("filter_tokens")
+    choose = RenamedAttribute("choose_token")
 
     def check_logit_bias_tokens(self, vocabulary: int) -> None:
         """Raise `ModelError` if a logit bias names a token outside of a vocabulary of `vocabulary` tokens."""

@@ -12,7 +12,7 @@ from ...graph.graph import Graph
 from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
 from ...scheduler import HostOffload, Plan, Store, plan_with_cache
-from ...scheduler.costs.rank_speeds import agree_on_speeds
+from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..models import Model, Step
 from .device_group import DeviceGroup, resolve_devices
 from .model_digest import make_shared_mapping_key
@@ -81,7 +81,11 @@ def plan_model_layout(
 
     def plan_graph(graph: Graph, group: Devices, **how: Any) -> Plan:
         return plan_with_cache(
-            graph, group, place=place, hardware=agree_on_speeds(group, world).hardware_for_graph(graph), **how
+            graph,
+            group,
+            place=place,
+            hardware=agree_on_slowest_rank_speeds(group, world).hardware_for_graph(graph),
+            **how,
         )
 
     options = partial(plan_graph, split_mode=on.split_mode, use=use)
@@ -133,7 +137,9 @@ def find_speeds_of_first_device_alone(
     if on.threads is not None or len(group) == 1 or world.size > 1:
         return None
     lone = resolve_devices(replace(on, devices=(str(group[0][1]),)), world)
-    alone, together = (agree_on_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group))
+    alone, together = (
+        agree_on_slowest_rank_speeds(devices, world).hardware_for_graph(graph) for devices in (lone, group)
+    )
     return alone if alone.source == together.source else None
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.array_checks import as_number_array
+from ...graph.array_checks import as_real_number_array
 from ...graph.lazy_dataclass import dataclass
 from ...scheduler import Plan
 from ..errors import ModelError
@@ -269,7 +269,7 @@ def convert_to_token_ids(sequence: int, tokens: TokenIds) -> list[int]:
     """
     if type(tokens) is list and all(type(token) is int for token in tokens):
         return tokens
-    ids = as_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
+    ids = as_real_number_array(f"tokens of sequence {sequence}", tokens, ModelError)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ModelError(
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"

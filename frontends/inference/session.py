@@ -17,7 +17,7 @@ from ...distributed import SINGLE_PROCESS, World
 from ...graph import require, validate_arguments
 from ...graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
 from ...scheduler import DeferredInterrupts, Executor, ImmediateInterrupts, Plan, Store, plan_with_cache
-from ...scheduler.costs.rank_speeds import agree_on_speeds
+from ...scheduler.costs.rank_speeds import agree_on_slowest_rank_speeds
 from ..errors import ModelError
 from ..models import Batch, Model, Step
 from ..models.inputs.step import count_cache_rows_with_spare
@@ -127,7 +127,7 @@ class Session:
                 on, self.world, self._rules, self._graph, self._full_step, largest, can_pipeline=can_pipeline
             )
             self.group = self._layout_plan.group
-            self._speeds = agree_on_speeds(self.group, self.world)
+            self._speeds = agree_on_slowest_rank_speeds(self.group, self.world)
             self.store = Store(self.group, self.world, on.packed_weight_files)
         else:
             self.group, self._speeds = like.group, like._speeds

@@ -91,7 +91,7 @@ def plan_from_json(text: str) -> Plan:
         if document["format"] != PLAN_JSON_FORMAT:
             raise PlanError(f"format is {document['format']!r:.60}; this reads {PLAN_JSON_FORMAT}")
         plan = _plan_from_document(document)
-        _verify_plan_form(plan)
+        _verify_plan_is_well_formed(plan)
         verify_plan(plan)
         return plan
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError) as why:
@@ -242,7 +242,7 @@ def _require_nonnegative_number(value: Any) -> float:
 # ----------------------------------------------------------------------------------------------------------- checking
 
 
-def _verify_plan_form(plan: Plan) -> None:
+def _verify_plan_is_well_formed(plan: Plan) -> None:
     """Check that a plan from a file is well-formed, so that the plan verifier can read it.
 
     Raises:

@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 
 from ....ops import REGISTRY
 from ....ops.collectives import narrow_to_integer
-from .index_sets import slice_index
+from .index_sets import slice_and_shift_index
 from .op_instances import AttrItems, NodeSpecs, ValueEntries
 from .restricted_ops import list_attrs_that_may_differ
 
@@ -93,7 +93,7 @@ class _ConsumersWithSharedAttrs:
             return
         attrs = device_node.attrs_by_name
         index, _ = operand[narrow_to_integer(attrs["axis"]) % len(operand)]
-        entries = slice_index(index, narrow_to_integer(attrs["start"]), narrow_to_integer(attrs["stop"]))
+        entries = slice_and_shift_index(index, narrow_to_integer(attrs["start"]), narrow_to_integer(attrs["stop"]))
         if not entries:
             yield from self.consumers[:MAX_EXAMPLES]
             return
