@@ -320,7 +320,7 @@ def _shorten_prompt_to_context(
 def compile_generation_plans(
     session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
 ) -> GenerationTiming:
-    """Compile the plans and kernels of a generation before its start; return the seconds as a `Timing`.
+    """Compile the plans and kernels of a generation before its start; return the seconds as a `GenerationTiming`.
 
     Args:
         session: The session that will generate.

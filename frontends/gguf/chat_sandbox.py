@@ -179,7 +179,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(FuelInstrumenter().visit(self.parse(source)))
 
     def render_template_with_fuel(self, template: Template, variables: Mapping[str, object]) -> str:
-        """Render a template of `compile_text` with new fuel; exceptions of the template propagate."""
+        """Render a template of `compile_text_with_fuel` with new fuel; exceptions of the template propagate."""
         self._fuel.remaining = INITIAL_FUEL
         pieces, size = [], 0
         for piece in template.generate(variables):

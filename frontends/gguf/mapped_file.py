@@ -21,7 +21,7 @@ DIRECT_READ_BYTES = 1 << 12
 MAX_STRING_BYTES = 1 << 26
 """Bytes of the longest accepted string; Python may need four times as many for it."""
 SCAN_BLOCK_BYTES = 1 << 18
-"""Bytes that `Cursor` scans at a time for the lengths of strings."""
+"""Bytes that `HeaderCursor` scans at a time for the lengths of strings."""
 STRINGS_PER_READ = 1 << 13
 """Strings that are read at a time; arrays for a whole vocabulary would need several times its bytes."""
 DOWNLOAD_AGAIN_HINT = "download or convert the file again"

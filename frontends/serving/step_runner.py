@@ -29,7 +29,7 @@ class StepRunner(Protocol):
         """Return the predicted seconds of a prompt chunk of `size` tokens; see `SlotPool.predict_prompt_seconds`."""
 
     def zero_slot_states(self, slot: int) -> None:
-        """Zero all states of a slot; see `SlotPool.wipe`."""
+        """Zero all states of a slot; see `SlotPool.zero_slot_states`."""
 
     def rebind_plans_and_zero_states(self) -> None:
-        """Bind all plans anew and zero all states; see `SlotPool.rebuild`."""
+        """Bind all plans anew and zero all states; see `SlotPool.rebind_plans_and_zero_states`."""

@@ -41,7 +41,7 @@ DELTA_TYPES = {
     "reasoning": ("thinking_delta", "thinking"),
     "arguments": ("input_json_delta", "partial_json"),
 }
-"""For each kind of `Delta`: Anthropic's delta type, and the field of its text."""
+"""For each kind of `AnswerDelta`: Anthropic's delta type, and the field of its text."""
 
 
 class MessagesBody(msgspec.Struct, kw_only=True):
