@@ -163,28 +163,28 @@ class Value:
     __array_ufunc__ = None  # so that ``array + value`` calls `__radd__`, which raises a message
 
     def __add__(self, other: Value | float) -> Value:
-        return _import_operator_functions().apply_operator("+", self, other)
+        return _import_operator_functions().build_elementwise_operator("+", self, other)
 
     def __radd__(self, other: float) -> Value:
-        return _import_operator_functions().apply_operator("+", other, self)
+        return _import_operator_functions().build_elementwise_operator("+", other, self)
 
     def __sub__(self, other: Value | float) -> Value:
-        return _import_operator_functions().apply_operator("-", self, other)
+        return _import_operator_functions().build_elementwise_operator("-", self, other)
 
     def __rsub__(self, other: float) -> Value:
-        return _import_operator_functions().apply_operator("-", other, self)
+        return _import_operator_functions().build_elementwise_operator("-", other, self)
 
     def __mul__(self, other: Value | float) -> Value:
-        return _import_operator_functions().apply_operator("*", self, other)
+        return _import_operator_functions().build_elementwise_operator("*", self, other)
 
     def __rmul__(self, other: float) -> Value:
-        return _import_operator_functions().apply_operator("*", other, self)
+        return _import_operator_functions().build_elementwise_operator("*", other, self)
 
     def __truediv__(self, other: Value | float) -> Value:
-        return _import_operator_functions().apply_operator("/", self, other)
+        return _import_operator_functions().build_elementwise_operator("/", self, other)
 
     def __rtruediv__(self, other: float) -> Value:
-        return _import_operator_functions().apply_operator("/", other, self)
+        return _import_operator_functions().build_elementwise_operator("/", other, self)
 
     def __pow__(self, exponent: float) -> Value:
         return _import_operator_functions().build_power(self, exponent)
@@ -196,10 +196,10 @@ class Value:
         return _import_operator_functions().build_matmul(other, self)
 
     def __neg__(self) -> Value:
-        return _import_operator_functions().apply_operator("*", self, -1.0)
+        return _import_operator_functions().build_elementwise_operator("*", self, -1.0)
 
     def __getitem__(self, index: Index) -> Value:
-        return _import_operator_functions().apply_index(self, index)
+        return _import_operator_functions().build_index(self, index)
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)

@@ -441,7 +441,7 @@ def normalise_and_store_results(a, heads, start, end, place):
 
 
 @cache
-def make_amx_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
+def make_prefill_attention_kernel(k: DType, v: DType) -> Kernel:
     """Make the prefill attention kernel that multiplies in AMX tiles, for keys of type `k` and values of type `v`."""
     unit, name = select_amx_tile_operations(), f"amx_attention.attend.{k}.{v}"
     return make_attention_span_kernel(

@@ -184,7 +184,9 @@ def _launch_weighted_expert_sum(
     require_no_alias(out, [x, ids, shares, other_x, gate])
     by_token = replace(shares, tensor=replace(shares.tensor, shape=(tokens, used), strides=(used, 1)))
     summed = WeightedExpertSum(by_token, make_routing_fields(launches, down)[1], matrix, other_x, gate)
-    (packed if is_complete_packed_weight(w) else dense).launch_summed_gemv(launches, w, x, as_matrix(out), summed)
+    (packed if is_complete_packed_weight(w) else dense).launch_gemv_with_expert_sum(
+        launches, w, x, as_matrix(out), summed
+    )
 
 
 def _fuse_weighted_expert_sum(launches: LaunchBuilder, flow: Dataflow, number: int) -> Sequence[int]:
