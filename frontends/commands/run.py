@@ -14,6 +14,7 @@ from ...backends.base import find_device
 from ...graph.storage.files import require_writable
 from ...scheduler import format_bytes
 from ..errors import ModelError
+from ..flag_values import parse_json_object, parse_logit_bias, parse_natural_or_minus_one, parse_number
 from ..generation.conversation import Conversation
 from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
@@ -38,22 +39,17 @@ from ..inference.device_group import resolve_device_name
 from ..inference.saved_state import load_state, save_state
 from ..inference.session import Session
 from ..models import Model
-from ..open_model import choose_context, open_model, read_text
-from ..terminal.arguments import (
-    parse_json_object,
-    parse_logit_bias,
-    parse_natural_or_minus_one,
-    parse_number,
-    parse_positive,
-)
+from ..open_model import choose_context, open_adapted_model, open_model, read_text
+from ..run_config import options_of
 from ..terminal.chat_loop import run_chat_loop
 from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_line_to_stderr, write_to_stdout
 from .shared_flags import (
+    SESSION_OPTIONS,
     add_model_flags,
     add_session_flags,
     broadcast_text_from_rank_0,
-    load_model_from_flags,
+    config_from_flags,
     open_session_from_flags,
     trace_to_file,
 )
@@ -80,28 +76,13 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--save-state", metavar="FILE", help="write the state of the session to a file, to continue later")
     sub.add_argument("--load-state", metavar="FILE", help="continue from a saved state, on any number of devices")
     sub.add_argument(
-        "-md",
-        "--model-draft",
-        "--spec-draft-model",
-        dest="draft",
-        metavar="FILE",
-        help="small model that drafts the next tokens",
-    )
-    sub.add_argument(
-        *("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max"),
-        dest="draft_max",
-        type=parse_positive,
-        metavar="N",
-        help="draft tokens per run (4), from the model of -md or else from the MTP blocks of the model",
-    )
-    sub.add_argument(
         "--compare",
         metavar="DEVICE",
         help="debug: compute each node of the prompt again on this device, as reference:0, from the same operands, and "
         "print the first node with another result",
     )
     add_grammar_and_stop_flags(sub)
-    add_session_flags(sub)
+    add_session_flags(sub, SESSION_OPTIONS | options_of("generate"))
 
 
 def add_chat_template_flags(sub: argparse.ArgumentParser) -> None:
@@ -214,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:
         require_writable(args.save_state)
-    model = load_model_from_flags(args)
+    model = open_adapted_model(config_from_flags(args))
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     if args.compare is not None:
         return run_device_comparison(args, model, tokenizer)

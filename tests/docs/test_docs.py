@@ -23,9 +23,9 @@ from hocket.backends.numpy import kernel_table
 from hocket.backends.numpy.backend import NumpyBackend
 from hocket.conformance import parse_case, run_case
 from hocket.frontends import models
-from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.inference.session import DeviceGroup, Session
 from hocket.frontends.models.inputs.family import FamilyTraits
+from hocket.frontends.run_config import RUN_OPTIONS
 from hocket.ops.page import build_op_reference
 from hocket.scheduler import SPLIT_MODE_NAMES
 from hocket.scheduler.planning import planner
@@ -61,7 +61,7 @@ def test_a_page_with_another_text_than_the_stored_fact_is_found():
 
 def test_docstrings_and_help_state_how_equal_devices_are():
     facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED_FACTS"]
-    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), EXACT_HELP]
+    texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), RUN_OPTIONS["exact"].help]
     for name in ("equality", "equality-exact"):
         assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
 
