@@ -89,6 +89,11 @@ def parse_natural(text: str) -> int:
     return _parse_integer(text, 0)
 
 
+def parse_top_k(text: str) -> int:
+    """Parse a number of tokens; -1 of llama.cpp means all, which is 0 here."""
+    return max(parse_natural_or_minus_one(text), 0)
+
+
 def parse_natural_or_minus_one(text: str) -> int:
     return _parse_integer(text, -1)
 

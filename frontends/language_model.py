@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..graph import validate_arguments, validate_constructor
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
+from .config_options import describe_options, takes_config
 from .errors import ModelError
 from .generation import speculative
 from .generation.generate import GenerationParams, StopStringFilter, generate_texts, sample_tokens, stream_text
@@ -28,7 +29,7 @@ from .inference.saved_state import convert_os_errors, load_state, save_state
 from .inference.session import F32, Session
 from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device
 from .open_model import open_adapted_model, open_model, open_session
-from .run_config import RunConfig, describe_options, takes_config
+from .run_config import RunConfig
 from .serving.shared_engine import SharedEngine, can_share_steps
 from .text_limits import require_texts_fit
 
@@ -405,4 +406,4 @@ class Model:
             return self._shared_engine
 
 
-Model.__doc__ = f"{Model.__doc__}\n    Args:\n{describe_options()}"
+Model.__doc__ = f"{Model.__doc__}\n    Args:\n{describe_options(RunConfig)}"

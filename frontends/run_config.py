@@ -6,13 +6,10 @@ pages of both follow from the fields of `RunConfig`. A session reads only the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
-from functools import wraps
+from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path
-from textwrap import fill
-from types import MappingProxyType
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar
 
 from ..backends.base import THREADS_KIND
 from ..graph.dtypes import STATE_DTYPES, DType
@@ -27,12 +24,11 @@ from ..graph.validation import (
     list_of,
     number_between,
     pair_of,
-    require,
 )
 from ..scheduler import SPLIT_MODE_NAMES
 from ..scheduler.runtime.packed_weight_files import PackedWeightFiles
 from .adapters import FILE_KIND, FILES_KIND, ScaledFile
-from .errors import ModelError
+from .config_options import check_options, list_options, option
 from .flag_values import (
     parse_devices,
     parse_natural,
@@ -41,11 +37,6 @@ from .flag_values import (
     parse_scaled_file,
     parse_shares,
 )
-
-_Self = TypeVar("_Self")
-_Config = TypeVar("_Config")
-_Params = ParamSpec("_Params")
-_Value = TypeVar("_Value")
 
 DEFAULT_BATCH = 512
 NATURAL_KIND = integer_between(0)
@@ -57,48 +48,6 @@ TRANSFER_DTYPE_KIND, CACHE_DTYPE_KIND = (
     ArgumentKind(" or ".join(known), lambda v, known=known: isinstance(v, str) and v in known)  # type: ignore[misc]
     for known in (TRANSFER_DTYPES, CACHE_DTYPES)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigOption:
-    """How a field of a configuration is checked, and how commands and pages present it.
-
-    - `kind` checks the value; `help` describes it for commands and for Python, with the default in brackets.
-    - `flags` are the spellings. Messages have the last one.
-    - `scope` tells which commands have the flag. ``plan``: commands that plan or run a model. ``run``: commands that
-      run a model. ``generate``: commands that generate text with drafts.
-    - `llama_cpp` has the programs of llama.cpp with the same flag, as in `terminal.llama_cpp.LlamaCppFlag`.
-    - `argparse` has further options of ``add_argument``.
-    """
-
-    default: object
-    kind: ArgumentKind
-    flags: tuple[str, ...]
-    help: str
-    scope: str
-    llama_cpp: str
-    argparse: Mapping[str, Any]
-
-
-def option(
-    default: _Value,
-    kind: ArgumentKind,
-    *flags: str,
-    help: str,
-    scope: str = "run",
-    llama_cpp: str = "",
-    **more: Any,
-) -> _Value:
-    """Return a field of a configuration; `more` is the field `argparse` of `ConfigOption`."""
-    if kind is BOOL:
-        more["action"] = "store_true"
-    row = ConfigOption(default, kind, flags, help, scope, llama_cpp, MappingProxyType(more))
-    return field(default=default, metadata={"option": row})
-
-
-def list_options(config: type) -> dict[str, ConfigOption]:
-    """Return the options of a configuration class by field name."""
-    return {f.name: f.metadata["option"] for f in fields(config) if "option" in f.metadata}
 
 
 def _freeze(value: object) -> object:
@@ -225,10 +174,9 @@ class DeviceGroup:
     )
 
     def __post_init__(self) -> None:
-        for name, row in list_options(type(self)).items():
-            value = getattr(self, name)
-            require(ModelError, self.SUBJECT, name, value, row.kind)
-            object.__setattr__(self, name, _freeze(value))
+        check_options(self, self.SUBJECT)
+        for name in list_options(type(self)):
+            object.__setattr__(self, name, _freeze(getattr(self, name)))
         if isinstance(self.devices, str):
             object.__setattr__(self, "devices", tuple(self.devices.split(",")))
 
@@ -333,34 +281,10 @@ class RunConfig(DeviceGroup):
         return DeviceGroup(**{name: getattr(self, name) for name in list_options(DeviceGroup)})
 
 
-RUN_OPTIONS: Mapping[str, ConfigOption] = MappingProxyType(list_options(RunConfig))
+RUN_OPTIONS = list_options(RunConfig)
 """All options of a model run, by field name."""
 
 
 def options_of(*scopes: str) -> frozenset[str]:
     """Return the names of the options in some scopes."""
     return frozenset(name for name, row in RUN_OPTIONS.items() if row.scope in scopes)
-
-
-def describe_options() -> str:
-    """Describe all options as lines of an ``Args:`` section."""
-    return "".join(
-        fill(f"{name}: {row.help}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12) + "\n"
-        for name, row in RUN_OPTIONS.items()
-    )
-
-
-def takes_config(
-    config: Callable[_Params, _Config],
-) -> Callable[[Callable[[_Self, _Config], None]], Callable[Concatenate[_Self, _Params], None]]:
-    """Return a decorator that gives a constructor the arguments of a configuration, in place of the configuration."""
-
-    def decorate(function: Callable[[_Self, _Config], None]) -> Callable[Concatenate[_Self, _Params], None]:
-        @wraps(function)
-        def build_and_call(self: _Self, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
-            function(self, config(*args, **kwargs))
-
-        build_and_call.__wrapped__ = vars(config)["__init__"].__get__(None, config)  # the signature that is shown
-        return build_and_call
-
-    return decorate

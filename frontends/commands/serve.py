@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ...graph.errors import format_install_hint
 from ...graph.storage.files import open_log
 from ...scheduler import describe_memory_problem
+from ..config_options import list_options
 from ..errors import ModelError
 from ..flag_values import parse_json_object, parse_natural, parse_natural_or_minus_one, parse_number, parse_positive
 from ..generation.sampling import Sampling
@@ -91,9 +92,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new tokens of a request that gives no limit (4096)",
     )
-    sub.add_argument(
-        "--temp", type=parse_number, default=0.8, metavar="T", help="temperature of requests without one (0.8)"
-    )
+    temperature = {"default": 0.8, "help": "temperature of requests without one (0.8)"}
+    add_option_flags(sub, ("temperature",), list_options(Sampling), temperature=temperature)
     sub.add_argument(
         *("-s", "--seed"),
         type=parse_natural_or_minus_one,
@@ -308,7 +308,7 @@ def read_server_options(args: argparse.Namespace) -> ServerOptions:
         model_file=Path(args.model).name,
         aliases=tuple(args.alias),
         strict_model=args.strict_model,
-        sampling=Sampling(temperature=args.temp),
+        sampling=Sampling(temperature=args.temperature),
         seed=args.seed,
         default_max_tokens=args.default_max_tokens,
         chat_template=None if args.chat_template is None else read_text(args.chat_template),

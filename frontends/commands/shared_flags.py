@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...graph.storage.files import require_writable
+from ..config_options import ConfigOption
 from ..errors import ModelError
 from ..inference.session import Session
 from ..inference.value_watch import StepWatch, ValueWatch
@@ -52,19 +53,21 @@ def add_session_flags(sub: argparse.ArgumentParser, names: Container[str] = SESS
 def add_option_flags(
     sub: argparse.ArgumentParser,
     names: Container[str],
+    table: Mapping[str, ConfigOption] = RUN_OPTIONS,
     *,
     devices_in: argparse._ActionsContainer | None = None,
     **changes: Mapping[str, Any],
 ) -> None:
-    """Add the flags of options of a model run.
+    """Add the flags of options.
 
     Args:
         sub: Parser of the command.
-        names: Names of the options, which are fields of `RunConfig`.
+        names: Names of the options.
+        table: All options of a configuration, by name.
         devices_in: Receives `--devices` in place of `sub`; a mutually exclusive group of `sub`.
         changes: Arguments of ``add_argument`` that differ in this command, by option name.
     """
-    for name, row in RUN_OPTIONS.items():
+    for name, row in table.items():
         if name in names:
             is_list = row.argparse.get("action") == "append"
             default, help = ([], f"{row.help}; may be repeated") if is_list else (row.default, row.help)

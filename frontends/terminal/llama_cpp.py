@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..run_config import RUN_OPTIONS
+from ..config_options import list_options
+from ..generation.sampling import Sampling
+from ..run_config import RunConfig
 
 COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 """The hocket command for llama-cli and llama-completion (``c``), llama-bench (``b``) and llama-perplexity (``p``)."""
@@ -137,15 +139,6 @@ CLI_FLAGS = f"""
 -p --prompt
 -s --seed
 -n --predict --n-predict
---temp --temperature
---top-k
---top-p
---min-p
---repeat-last-n
---repeat-penalty
---presence-penalty
---frequency-penalty
--l --logit-bias
 --ignore-eos
 --grammar
 --grammar-file
@@ -295,7 +288,12 @@ PERPLEXITY_FLAGS = """
 """
 
 FLAGS: tuple[LlamaCppFlag, ...] = (
-    *(LlamaCppFlag(row.flags, row.llama_cpp) for row in RUN_OPTIONS.values() if row.llama_cpp),
+    *(
+        LlamaCppFlag(row.flags, row.llama_cpp)
+        for config in (RunConfig, Sampling)
+        for row in list_options(config).values()
+        if row.llama_cpp
+    ),
     *_parse_flag_table("cbp", COMMON_FLAGS),
     *_parse_flag_table("cp", MODEL_FLAGS),
     *_parse_flag_table("c", CLI_FLAGS),

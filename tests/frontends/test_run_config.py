@@ -12,8 +12,11 @@ import pytest
 import hocket
 from hocket.cli import build_parser
 from hocket.distributed import SINGLE_PROCESS
+from hocket.frontends.commands.run import sampling_from_flags
 from hocket.frontends.commands.serve import served_options_from_flags
 from hocket.frontends.commands.shared_flags import config_from_flags
+from hocket.frontends.config_options import list_options
+from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.run_config import RUN_OPTIONS, DeviceGroup, RunConfig
 
 from ..given.models.goldens import TINY
@@ -91,3 +94,27 @@ def test_lists_become_tuples_and_a_session_reads_only_its_own_fields():
 def test_a_server_with_a_context_of_0_has_the_context_of_the_model():
     assert served_options_from_flags(parse_flags("serve", "-c", "0"))["context"] == 512
     assert served_options_from_flags(parse_flags("serve"))["context"] is None
+
+
+SAMPLING_EXAMPLES: dict[str, tuple[list[str], Any]] = {
+    "temperature": (["0.5"], 0.5),
+    "top_k": (["7"], 7),
+    "top_p": (["0.5"], 0.5),
+    "min_p": (["0.25"], 0.25),
+    "repeat_penalty": (["1.5"], 1.5),
+    "repeat_last_n": (["-1"], -1),
+    "presence_penalty": (["0.5"], 0.5),
+    "frequency_penalty": (["-0.5"], -0.5),
+    "bias": (["7=-2.5"], ((7, -2.5),)),
+}
+
+
+@pytest.mark.parametrize("name", list_options(Sampling))
+def test_each_flag_of_sampling_gives_the_option_of_python(name):
+    words, value = SAMPLING_EXAMPLES[name]
+    for flag in list_options(Sampling)[name].flags:
+        assert sampling_from_flags(parse_flags("run", flag, *words)) == Sampling(**{"temperature": 0.8, name: value})
+
+
+def test_a_top_k_of_minus_one_keeps_all_tokens():
+    assert sampling_from_flags(parse_flags("run", "--top-k", "-1")) == Sampling(temperature=0.8, top_k=0)
