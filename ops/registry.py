@@ -23,12 +23,14 @@ from .recurrent import gated_delta_net, linear_attention
 from .reduction import norms, reductions, sorting
 
 R = TypeVar("R", Value, tuple[Value, Value])
-OP_MODULES = (
+OP_FAMILIES = (
     *(views, binary, unary, activations, gated_units, norms, reductions, sorting, matmul, rows, arrange),
     *(triangular, generators, comparisons, integers, gather_scatter, sliding_windows),
-    *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer, collectives),
+    *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer),
 )
-"""The modules with the ops of hocket, one for each family."""
+"""The modules with the ops that graphs of users have, one for each family. `hocket.ops` has these ops."""
+OP_MODULES = (*OP_FAMILIES, collectives)
+"""The modules with all ops of hocket."""
 
 BUILTIN_OPS = {op.name: op for module in OP_MODULES for op in vars(module).values() if isinstance(op, Op)}
 """The ops of hocket by name."""
