@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import textwrap
@@ -64,6 +65,17 @@ def test_docstrings_and_help_state_how_equal_devices_are():
     texts = [str(hocket.Model.__doc__), str(DeviceGroup.__doc__), RUN_OPTIONS["exact"].help]
     for name in ("equality", "equality-exact"):
         assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
+
+
+@pytest.mark.parametrize("package", ["hocket", "hocket.scheduler"])
+def test_the_stub_of_a_package_has_the_names_of_its_table(package):
+    writer = runpy.run_path(str(DOCS / "write_stubs.py"))
+    text = writer["PACKAGES"][package].read_text("utf-8")
+    assert text == writer["build_stub"](package), "run python docs/write_stubs.py"
+    exports = re.findall(r"^from \S+ import (\w+) as \1$", text, re.MULTILINE)
+    module = importlib.import_module(package)
+    assert {*module.LAZY_NAMES} <= {*exports}
+    assert all(getattr(module, name) is not None for name in exports)
 
 
 def test_everything_public_is_on_the_page_of_python():
