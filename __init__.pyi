@@ -3,11 +3,12 @@
 from . import graph as graph
 from . import ops as ops
 from . import scheduler as scheduler
+from .frontends.completion import Completion as Completion
+from .frontends.completion import Token as Token
 from .frontends.errors import ModelError as ModelError
 from .frontends.generation.options import Options as Options
 from .frontends.generation.sampling import Sampling as Sampling
 from .frontends.language_model import Model as Model
-from .frontends.language_model import Token as Token
 from .frontends.onnx.importer import from_onnx as from_onnx
 from .frontends.torch.importer import from_torch as from_torch
 from .graph import BackendError as BackendError

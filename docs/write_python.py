@@ -22,7 +22,7 @@ HEAD = """# Python
 
 """
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "Language models": ("Model", "Options", "Sampling", "Token"),
+    "Language models": ("Model", "Completion", "Options", "Sampling", "Token"),
     "Building graphs": ("input", "weight", "state", "constant", "Graph", "Value", "Node", "Spec", "DType", "register"),
     "Planning and running": ("run", "plan", "Plan", "load", "Executor", "Store", "Trace"),
     "Reading and writing graphs": ("verify", "dump", "parse", "to_json", "from_json", "to_dot", "to_networkx"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Self, Unpack
@@ -13,16 +12,18 @@ from typing import Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import validate_arguments, validate_constructor
+from ..graph import validate_arguments
+from ..graph.old_names import RenamedAttribute
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, format_bytes
+from .completion import Completion, Token, complete_text, compute_logprobs, decode_tokens
 from .config_options import describe_options, takes_config
 from .errors import ModelError
 from .generation import speculative
-from .generation.generate import GenerationParams, StopStringFilter, generate_texts, sample_tokens, stream_text
+from .generation.generate import GenerationParams, generate_texts, sample_tokens, stream_text
 from .generation.options import MESSAGES_KIND, OBJECTS_KIND, PROMPT_KIND, Options, resolve_options
 from .gguf.chat import choose_chat_format
-from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
+from .gguf.tokenization.tokenizer import Tokenizer, has_vocabulary, tokenizer_from_metadata
 from .inference.pooling import EMBED_BATCH_TEXTS, read_pooling
 from .inference.prefill_chunks import TokenIds, as_token_ids
 from .inference.saved_state import convert_os_errors, load_state, save_state
@@ -30,20 +31,12 @@ from .inference.session import F32, Session
 from .inference.session_lease import IdleSessions, SessionLease, sum_bytes_by_device
 from .open_model import open_adapted_model, open_model, open_session
 from .run_config import RunConfig
+from .serving.requests import GenerationRequest, TokenEvent
+from .serving.running_requests import make_token_event
 from .serving.shared_engine import SharedEngine, can_share_steps
 from .text_limits import require_texts_fit
 
 TOKEN_ROWS_KIND = list_of(list_of(ANY, "a sequence of tokens"), "a sequence of sequences of tokens")
-
-
-@validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A generated token: its id, the text that it completes, and the natural logarithm of its probability."""
-
-    id: int
-    text: str
-    logprob: float
 
 
 class Model:
@@ -63,6 +56,8 @@ class Model:
     >>> text
     ' which I am not at all in love'
     """
+
+    _first = RenamedAttribute("session")
 
     @validate_arguments(ModelError)
     @takes_config(RunConfig)
@@ -87,18 +82,35 @@ class Model:
         """
         return self._generate_text(self._encode_prompt(prompt), resolve_options(options, self.tokenizer))
 
-    @validate_arguments(ModelError, prompt=PROMPT_KIND)
-    def tokens(self, prompt: str | TokenIds, **options: Unpack[Options]) -> Iterator[Token]:
+    @validate_arguments(ModelError, prompt=PROMPT_KIND, top_logprobs=integer_between(0))
+    def complete(self, prompt: str | TokenIds, *, top_logprobs: int = 0, **options: Unpack[Options]) -> Completion:
+        """Return the text that continues `prompt` at once, with its tokens and the reason why it ended.
+
+        `top_logprobs` is the number of `Token.alternatives`.
+
+        >>> answer = model.complete("It is a truth", max_tokens=3, temperature=0)
+        >>> answer.text, answer.finish_reason, answer.prompt_tokens
+        (' which I am', 'length', 4)
+        """
+        ids, tokenizer = self._encode_prompt(prompt), self._tokenizer_or_none
+        params, stops = resolve_options(options, tokenizer)
+        limit = params.limit if params.limit >= 0 or params.pinned_tokens is not None else self.context - len(ids) + 1
+        tokens = self._generate_tokens(ids, params, stops, top_logprobs)
+        return complete_text(tokens, tokenizer, stops, limit=limit, prompt_tokens=len(ids))
+
+    @validate_arguments(ModelError, prompt=PROMPT_KIND, top_logprobs=integer_between(0))
+    def tokens(self, prompt: str | TokenIds, *, top_logprobs: int = 0, **options: Unpack[Options]) -> Iterator[Token]:
         """Return an iterator over the tokens that continue `prompt`, each with its text and its log probability.
 
         The last token may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
+        `top_logprobs` is the number of `Token.alternatives`.
 
         >>> first = next(model.tokens("It is a truth", temperature=0))
         >>> first.text, round(first.logprob, 1)
         (' which', -1.7)
         """
         params, stops = resolve_options(options, self._tokenizer_or_none)
-        return self._generate_tokens(self._encode_prompt(prompt), params, stops)
+        return self._generate_tokens(self._encode_prompt(prompt), params, stops, top_logprobs)
 
     @validate_arguments(
         ModelError,
@@ -166,18 +178,13 @@ class Model:
     def _generate_text(self, ids: list[int], options: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
         params, stops = options
         with closing(self._sample(ids, params)) as samples:
-            yield from stream_text((token for token, _ in samples), self.tokenizer, stops)
+            yield from stream_text((one.token for one in samples), self.tokenizer, stops)
 
-    def _generate_tokens(self, ids: list[int], params: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
-        tokenizer = self._tokenizer_or_none
-        decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
-        with closing(self._sample(ids, params, has_logprobs=True)) as samples:
-            for token, logprob in samples:
-                text = decoder.feed(token) if decoder else ""
-                until.feed(text)
-                yield Token(token, text, logprob)
-                if until.has_matched:
-                    return
+    def _generate_tokens(
+        self, ids: list[int], params: GenerationParams, stops: tuple[str, ...], top_logprobs: int
+    ) -> Iterator[Token]:
+        with closing(self._sample(ids, params, top_logprobs)) as samples:
+            yield from decode_tokens(samples, self._tokenizer_or_none, stops)
 
     @property
     def _tokenizer_or_none(self) -> Tokenizer | None:
@@ -185,13 +192,13 @@ class Model:
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
     def _sample(
-        self, ids: list[int], params: GenerationParams, *, has_logprobs: bool = False
-    ) -> Generator[tuple[int, float], None, None]:
-        """Yield the tokens that continue a prompt, each with its log probability (0 without `has_logprobs`)."""
+        self, ids: list[int], params: GenerationParams, top_logprobs: int | None = None
+    ) -> Generator[TokenEvent, None, None]:
+        """Yield the tokens that continue a prompt; without `top_logprobs` they have no log probabilities."""
         engine = self._find_shared_engine(ids, params)
         if engine is not None:
             try:
-                for sample in engine.sample(ids, params, has_logprobs=has_logprobs):
+                for sample in engine.sample(ids, params, top_logprobs):
                     yield sample
                     _ = self.session  # raises after `close`
             finally:
@@ -201,7 +208,7 @@ class Model:
             ahead = self._make_decoder(lease, params)
             prompts = [lease.reuse_prefix(ids)]
             for one in sample_tokens(lease.session, prompts, params, known=lease.tokens, ahead=ahead):
-                yield one.token, one.logprob if has_logprobs else 0.0
+                yield make_token_event(GenerationRequest("", (), params, top_logprobs), one.token, one.logits)
                 _ = self.session  # raises after `close`
 
     def _open_draft_session(self, path: str | Path) -> Session:
@@ -253,10 +260,7 @@ class Model:
         26.8
         """
         ids = self._encode_prompt(text)
-        rows = self.logits(ids)[:-1].astype(np.float64)
-        row_max = rows.max(-1, keepdims=True, initial=-np.inf)
-        chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
-        return np.asarray((chosen - row_max)[:, 0] - np.log(np.exp(rows - row_max).sum(-1)))
+        return compute_logprobs(self.logits(ids)[:-1], ids[1:])
 
     @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT_KIND, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | TokenIds], *, normalise: bool = True) -> F32:
@@ -379,12 +383,10 @@ class Model:
         """Return the HTML table of the model that a notebook shows."""
         model = self._model
         rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
-        if self._idle_sessions.is_closed:
-            rows["state"] = "closed"
-        else:
-            rows["context"] = f"{self.context} tokens"
-            for device, kinds in self.memory.items():
-                rows[device] = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in kinds.items())
+        memory = {} if self._idle_sessions.is_closed else self.memory
+        rows |= {"context": f"{self.context} tokens"} if memory else {"state": "closed"}
+        for device, kinds in memory.items():
+            rows[device] = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in kinds.items())
         lines = (f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
         return f"<table>{''.join(lines)}</table>"
 

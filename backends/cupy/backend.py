@@ -335,7 +335,7 @@ class RecordedProgram:
         return arrays
 
     def _make_device_lost_error(self, why: DeviceLostError) -> StepError:
-        """Make the `StepError` of a run that waited for a lost device. It reports all instructions as ended."""
+        """Make the `StepError` of a run if a device missed a collective. It reports all instructions as ended."""
         self._calls, self._recorded_steps, self._step_runs = [], {}, {}  # delete graphs before their communicator
         self._clear_fault_record()
         (node,) = (

@@ -196,7 +196,7 @@ class CudaDriver:
         return views[0].transfers.make_reader([view.array for view in views]) if views else list
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return whether each device can access the memory of all others; also enable that access.
+        """Enable access of each device to the memory of all others; return `False` if that is impossible.
 
         Peer access covers all memory of a device, because buffers come from cudaMalloc. Parts of one device do not
         count as peers. A kernel that waits for another part may block that part's launch, because streams share queues
@@ -402,7 +402,7 @@ def _compile_and_load_module(driver: CudaDriver, source: KernelSource, index: in
 
 
 class SimulatedGpuDriver(CudaDriver):
-    """A driver of simulated devices, which need not exist. It answers the questions of the planner and runs nothing."""
+    """A driver that answers the questions of the planner and runs nothing. Its simulated devices need not exist."""
 
     def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class SimulatedGpuDriver(CudaDriver):
 
 
 class SimulatedGpuBackend(DriverBackend):
-    """A backend of simulated devices, which need not exist. It serves plans and runs nothing."""
+    """A backend that serves plans and runs nothing. Its simulated devices need not exist."""
 
     def can_overlap_collectives(self, devices: Sequence[Device]) -> bool:
         """Return whether kernels can run during collectives; peer access or a collective library is assumed."""

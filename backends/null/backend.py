@@ -69,10 +69,11 @@ class NullBuffer:
 
 
 class NullBackend:
-    """Runs anywhere as ``null:0`` and any number of further devices.
+    """A backend that computes and stores nothing: a run only advances the virtual clock of its device.
 
-    With `goes_on`, the clock and the track of a run continue from the previous run on that device; by default the clock
-    starts at 0. With `computes_beside`, devices compute during collectives.
+    It runs anywhere as ``null:0`` and any number of further devices. With `goes_on`, the clock and the track of a run
+    continue from the previous run on that device; by default the clock starts at 0. With `computes_beside`, devices
+    compute during collectives.
     """
 
     name = "null"
@@ -155,7 +156,7 @@ class _Clock:
         self.track: list[ClockEvent] = [*before]
 
     def run(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
-        """Run an instruction of `seconds`.
+        """Advance the clock by an instruction of `seconds`, and record the instruction in the track.
 
         Args:
             i: The instruction.
@@ -177,7 +178,7 @@ class _Clock:
             self.comm.send(np.array([self.now]), to, number)
 
     def _synchronise(self, op: str, attrs: Mapping[str, Any]) -> float:
-        """Return the latest clock of the group, which the devices exchange."""
+        """Exchange clocks with the devices of a collective or a message, and return the latest time."""
         number = as_integer(attrs["sequence"])
         if op == "send":
             return self.now

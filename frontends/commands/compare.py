@@ -92,7 +92,7 @@ class PositionScores:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Means over all positions."""
+    """A comparison of two models on one text: perplexities, KL divergence and agreement, over all scored positions."""
 
     score: PerplexityScore
     other_score: PerplexityScore
@@ -103,7 +103,7 @@ class Comparison:
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[PositionScores]) -> Comparison:
-        """Return the means of the positions of all chunks."""
+        """Summarise the scores of all chunks: means over their positions, and the largest KL divergence."""
         divergence = np.concatenate([c.divergence for c in chunks])
         error = divergence.std(ddof=1) / math.sqrt(len(divergence)) if len(divergence) > 1 else math.nan
         return cls(
@@ -116,7 +116,7 @@ class Comparison:
         )
 
     def as_row(self) -> dict[str, float]:
-        """Return the numbers by their names in JSON."""
+        """Return the numbers of the comparison by their names in JSON."""
         return {
             "positions": self.score.scored_tokens,
             "kl_divergence": self.divergence,
@@ -128,7 +128,7 @@ class Comparison:
         }
 
     def format_lines(self) -> list[str]:
-        """Return the report as lines."""
+        """Format the comparison as the lines of a report."""
         count = self.score.scored_tokens
         return [
             f"{self.score.chunk_count} chunks, {count} positions",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
-from ...graph.storage.files import is_same_file, require_writable
+from ...graph.storage.files import require_writable
 from ..errors import ModelError
 from ..flag_values import parse_natural, parse_positive
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -84,8 +84,7 @@ def add_text(args: argparse.Namespace, sums: ImportanceSums) -> None:
     """Run the model on the text of the flags, add the sums of its products, and write them from time to time."""
     model = open_adapted_model(config_from_flags(args))
     sources = [*model.gguf.part_paths, *([] if args.file == "-" else [args.file])]
-    if any(is_same_file(args.output, source) for source in sources):
-        raise ModelError(f"-o {args.output}: would replace the model or the text; give another file")
+    require_writable(args.output, sources)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
     text = broadcast_text_from_rank_0(args, lambda: read_text(args.file))
     tokens = tokenizer.encode(text, parse_special=args.parse_special)

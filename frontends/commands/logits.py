@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...graph.storage.files import replacing
+from ...graph.storage.files import replacing, require_writable
 from ..errors import ModelError
 from ..flag_values import parse_token_ids
 from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         tokens = json.loads(broadcast_text_from_rank_0(args, lambda: json.dumps(read_token_file(args.tokens_file))))
     require_valid_tokens(tokens, model)
+    if not args.world.rank:
+        require_writable(args.out, [*model.gguf.part_paths, *([args.tokens_file] if args.tokens_file else [])])
     session = open_session_from_flags(
         args, model, choose_context(model, len(tokens), args.context, default=len(tokens))
     )

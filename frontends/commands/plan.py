@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...backends.base import find_device
 from ...graph import DType, Graph, PlanError
-from ...graph.storage.files import write_text
+from ...graph.storage.files import require_writable, write_text
 from ...scheduler import (
     PASS_DUMPS,
     DevicePlan,
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError(f"--show {args.show} prints one pass alone; leave it out, or --json and --diff")
     if args.measure and (args.simulate or args.show or args.json or args.diff):
         raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
+    if args.out:
+        require_writable(args.out, [args.model])
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
     on = config_from_flags(args).group

@@ -133,7 +133,7 @@ def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
     if path is None or session.world.rank:
         yield
         return
-    require_writable(path)
+    require_writable(path, session.model.gguf.part_paths)
     with session.tracing() as trace:
         try:
             yield

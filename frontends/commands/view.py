@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from ...graph.storage.files import require_writable
 from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..graph_file import STDIN
@@ -40,8 +41,9 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     name = "graph" if args.model == STDIN else Path(args.model).name
-    page = build_page(args, name)
     out = args.out or f"{Path(name).stem}.html"
+    require_writable(out, [path for path in (args.model, args.trace, args.diff) if path])
+    page = build_page(args, name)
     page.save(out)
     write_line_to_stderr(f"{out}: {len(page.html.encode('utf-8')) / 1e6:.2f} MB; open it in a browser")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
@@ -71,12 +70,6 @@ class SampledToken:
     sequence: int
     token: int
     logits: npt.NDArray[np.float32]
-
-    @property
-    def logprob(self) -> float:
-        """The natural logarithm of the probability of the token in the model, before sampling options."""
-        max_logit = float(self.logits.max())
-        return float(self.logits[self.token]) - max_logit - math.log(float(np.exp(self.logits - max_logit).sum()))
 
 
 @validate_arguments(

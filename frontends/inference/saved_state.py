@@ -72,7 +72,7 @@ def save_state(
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """The content of a file: its header, and the rows in use of each state by name."""
+    """The saved state of a session, as in a file: a header, and the rows in use of each state by name."""
 
     header: Mapping[str, object]
     arrays: Mapping[str, npt.NDArray[np.generic]]

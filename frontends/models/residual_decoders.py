@@ -287,10 +287,10 @@ class HyperConnectionDecoder(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def compute_mix_logits(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Compute the logits from which the weights of the residual streams follow, and return three values.
+        """Compute the logits of the stream weights from all streams ``x``; also return their factors and offsets.
 
         Returns:
-            The logits, computed from all streams ``x``; the factors of the logits; the offsets of the logits.
+            The logits; the factors of the logits; the offsets of the logits.
         """
         rows, streams, width = x.shape
         flat = self.norm.apply_without_weights(ops.reshape(x, shape=(rows, streams * width)))

@@ -19,7 +19,7 @@ import numpy as np
 from ...backends.cpu.kernels.quantisers.row_quantiser import compile_quantisers, quantise_rows
 from ...graph.dtypes import DType
 from ...graph.lazy_dataclass import dataclass
-from ...graph.storage.files import is_same_file, replacing, require_writable
+from ...graph.storage.files import replacing, require_writable
 from ...ops.quantisation import dequantise
 from ..errors import ModelError
 from ..gguf.mapped_file import format_name_for_message
@@ -207,11 +207,7 @@ def write_model(
     count = len(groups)
     paths = [path] if count == 1 else [name_split_file(path, i + 1, count) for i in range(count)]
     for one in paths:
-        if any(is_same_file(one, source) for source in plan.model.part_paths):
-            raise ModelError(
-                f"{format_name_for_message(str(one))}: would replace the model by its quantisation; give another file"
-            )
-        require_writable(one)
+        require_writable(one, plan.model.part_paths)
     pairs, alignment = _make_pairs(plan), plan.model.get("general.alignment", int, DEFAULT_ALIGNMENT)
     compile_quantisers({c.dtype for c in plan.conversions})
     with ExitStack() as stack:

@@ -55,7 +55,7 @@ class ReplayTape(Tape):
         self._line = 0
 
     def load(self, line: int, times: list[float]) -> None:
-        """Load the times of a line."""
+        """Load the recorded times of a line of the log, which the engine then reads."""
         self._line, self._left = line, deque(times)
 
     def pass_seconds(self, measure: Callable[[], float]) -> float:

@@ -93,24 +93,22 @@ class SharedEngine:
         return self._pool.all_slots_session
 
     def sample(
-        self, prompt: Sequence[int], params: GenerationParams, *, has_logprobs: bool = False
-    ) -> Generator[tuple[int, float], None, None]:
-        """Yield the tokens that continue a prompt, each with its log probability (0 without `has_logprobs`).
+        self, prompt: Sequence[int], params: GenerationParams, top_logprobs: int | None = None
+    ) -> Generator[TokenEvent, None, None]:
+        """Yield the tokens that continue a prompt.
 
         The request ends when the iterator is closed.
 
         Args:
             prompt: Token ids, fewer than the context.
             params: The parameters of the generation, without a context shift.
-            has_logprobs: Whether log probabilities are computed.
+            top_logprobs: As in `GenerationRequest`.
 
         Raises:
             ModelError: The prompt is empty, a token or an option does not fit the model, or the context is full before
                 the limit.
         """
-        request = GenerationRequest(
-            str(next(self._request_numbers)), tuple(prompt), params, 0 if has_logprobs else None
-        )
+        request = GenerationRequest(str(next(self._request_numbers)), tuple(prompt), params, top_logprobs)
         self._engine.check_request(request)
         events = self._events_by_request[request.id] = deque()
         self._orders.append(partial(self._submit, request))
@@ -122,7 +120,7 @@ class SharedEngine:
                     is_running = False
                     self._require_good_end(event, params.limit)
                     return
-                yield event.token, event.logprob or 0.0
+                yield event
         finally:
             del self._events_by_request[request.id]
             if is_running:

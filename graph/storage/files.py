@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -88,12 +88,18 @@ def open_log(path: str | Path) -> BinaryIO:
     return cast(BinaryIO, file)
 
 
-def require_writable(path: str | Path) -> None:
+def require_writable(path: str | Path, inputs: Iterable[str | Path] = ()) -> None:
     """Require that `replacing` can write the file `path`; raise `OSError` if it cannot. Nothing changes on the disk.
 
     Commands call this function before long work. A pipe is not opened, because opening waits for a reader.
+
+    Args:
+        path: The file to write.
+        inputs: Files that the command reads; `path` must be none of them.
     """
     try:
+        if any(is_same_file(path, source) for source in inputs):
+            raise FileExistsError(errno.EEXIST, "would replace a file that is read here; give another file")
         target, known = _resolve_plain_file(path)
         if target is not None:
             part = _open_temporary_file(target, PRIVATE, known)

@@ -43,7 +43,7 @@ def choose_calibrated_or_built_in_hardware(graph: Graph, group: Devices) -> Hard
     return (
         scale_built_in_hardware(group)
         if speeds is None
-        else replace(speeds.hardware_for(graph), source=describe_calibration_date())
+        else replace(speeds.hardware_for(graph), source=describe_calibration_date(group))
     )
 
 
@@ -91,13 +91,17 @@ def describe_speed_source(hardware: Hardware) -> str:
     )
 
 
-def describe_calibration_date() -> str:
-    """Return ``calibrated`` with the day on which the speeds were saved; plans store it as `Hardware.source`."""
+def describe_calibration_date(group: Devices) -> str:
+    """Return ``calibrated`` with the day on which a group was measured; plans store it as `Hardware.source`."""
+    return f"calibrated {_read_dates().get(format_saved_speeds_key(group), 'on an unknown day')}"
+
+
+def _read_dates() -> dict[str, str]:
+    """Read the day on which each device group was measured, by key; empty if the file is unusable."""
     with suppress(ValueError, AttributeError):
-        return (
-            f"calibrated {json.loads(read_cached(make_saved_speeds_path()) or b'{}').get('date', 'on an unknown day')}"
-        )
-    return "calibrated on an unknown day"
+        dates = json.loads(read_cached(make_saved_speeds_path()) or b"{}").get("dates", {})
+        return {name: str(day) for name, day in dates.items()}
+    return {}
 
 
 def format_saved_speeds_key(group: Devices) -> str:
@@ -116,21 +120,24 @@ def make_saved_speeds_path() -> Path:
 
 
 def write_speeds(speeds_by_key: Mapping[str, Speeds], note: str = "") -> Path:
-    """Save the speeds of device groups in the file of this machine, which is replaced; return its path.
+    """Save the speeds of device groups in the file of this machine; return its path.
+
+    Groups that the file has and that are not measured again keep their speeds.
 
     Args:
         speeds_by_key: The speeds of each device group, by `format_saved_speeds_key`.
         note: A text that plans name, with the date, as the source of the speeds.
     """
-    day = f"{date.today()}{note and ', '}{note}"
-    of = {name: speeds_to_data(speeds) for name, speeds in speeds_by_key.items()}
-    write_cached(
-        make_saved_speeds_path(),
-        json.dumps(
-            {"of": _describe_version_and_processors(), "date": day, "speeds": of}, allow_nan=False, indent=1
-        ).encode(),
-    )
-    return make_saved_speeds_path()
+    file = make_saved_speeds_path()
+    dates = dict.fromkeys(speeds_by_key, f"{date.today()}{note and ', '}{note}")
+    saved = read_speeds(file) or {}
+    document = {
+        "of": _describe_version_and_processors(),
+        "dates": {name: day for name, day in _read_dates().items() if name in saved} | dates,
+        "speeds": {name: speeds_to_data(speeds) for name, speeds in {**saved, **speeds_by_key}.items()},
+    }
+    write_cached(file, json.dumps(document, allow_nan=False, indent=1).encode())
+    return file
 
 
 def read_speeds(file: Path) -> dict[str, Speeds] | None:

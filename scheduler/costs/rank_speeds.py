@@ -61,5 +61,5 @@ def agree_on_speeds(group: Devices, world: World) -> AgreedRankSpeeds:
     default = (
         scale_built_in_hardware(group) if world.size == 1 else DEFAULT_HARDWARE
     )  # threads of other ranks are not known
-    source = describe_calibration_date() if world.size == 1 else "calibrated"
+    source = describe_calibration_date(own) if world.size == 1 else "calibrated"
     return AgreedRankSpeeds(slowest, len(set(hosts)) > 1, default, source)

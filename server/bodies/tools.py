@@ -35,10 +35,10 @@ def read_tools(tools: Sequence[Objects]) -> list[FunctionBody]:
 
 
 def choose_tools(choice: str | NamedTool, functions: Sequence[FunctionBody]) -> tuple[str, list[FunctionBody]]:
-    """Interpret the field ``tool_choice``.
+    """Return the mode of the field ``tool_choice``, and the functions that the answer may call.
 
     Returns:
-        The mode, which is ``none``, ``auto`` or ``required``, and the functions that the answer may call.
+        The mode, which is ``none``, ``auto`` or ``required``, and the functions.
 
     Raises:
         ApiError: The choice is unknown, or names no tool.

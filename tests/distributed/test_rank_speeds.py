@@ -141,7 +141,7 @@ def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
     group = [find_device("numpy:0"), find_device("numpy:1")]
     assert agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH) == scale_built_in_hardware(group)
     write_speeds({format_saved_speeds_key(group): QUICK})
-    calibrated_here = calibrated_hardware(QUICK, source=describe_calibration_date())
+    calibrated_here = calibrated_hardware(QUICK, source=describe_calibration_date(group))
     assert (
         agree_on_speeds(group, SINGLE_PROCESS).hardware_for_graph(GRAPH)
         == choose_calibrated_or_built_in_hardware(GRAPH, group)

@@ -37,6 +37,38 @@ def test_what_docstrings_show_is_what_happens(model, tmp_path, monkeypatch):
     assert not sum(runner.run(test).failed for test in examples)
 
 
+def test_a_completion_says_why_it_ended(model):
+    prompt, text = "It is a truth", "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
+    limited = model.complete(prompt, max_tokens=8, temperature=0)
+    assert (limited.text, limited.finish_reason, len(limited.tokens)) == (text, "length", 8)
+    assert limited.prompt_tokens == len(model.tokenize(prompt))
+    stopped = model.complete(prompt, max_tokens=8, temperature=0, stop=" am")
+    assert (stopped.text, stopped.finish_reason, len(stopped.tokens)) == (" which I", "stop", 3)
+    third = limited.tokens[2].id
+    ended = model.complete(prompt, max_tokens=8, temperature=0, bias=[(next(iter(model.tokenizer.eos_ids)), 1e6)])
+    assert (ended.text, ended.finish_reason, ended.tokens) == ("", "stop", ())
+    assert model.complete(prompt, max_tokens=3, temperature=0).tokens[-1].id == third
+    chosen = model.complete(prompt, max_tokens=3, temperature=0, stop=" am").finish_reason
+    assert chosen == "stop", "a stop string in the last token that is allowed"
+    with hocket.Model(context=16, threads=1) as small:
+        full = small.complete(prompt, max_tokens=-1, temperature=0, ignore_eos=True)
+    assert (full.finish_reason, full.prompt_tokens + len(full.tokens)) == ("length", 17), "the last is not evaluated"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_alternatives_are_the_tokens_with_the_largest_logits(model, alone):
+    prompt = model.tokenize("It is a truth")
+    options = {"context_shift": True} if alone else {}  # a context shift needs a session of its own
+    (token,) = model.complete(prompt, max_tokens=1, temperature=0, top_logprobs=5, **options).tokens
+    logits = model.logits(prompt)[-1].astype(np.float64)
+    logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    best = np.argsort(-logprobs)[:5]
+    assert [index for index, _ in token.alternatives] == best.tolist()
+    assert [value for _, value in token.alternatives] == pytest.approx(logprobs[best].tolist(), abs=1e-5)
+    assert token.alternatives[0] == (token.id, token.logprob)
+    assert next(model.tokens(prompt, max_tokens=1, **options)).alternatives == ()
+
+
 def test_a_batch_gives_each_prompt_what_it_gets_alone(model):
     prompts = ["It is", "She was not", "Mr. Darcy"]
     options = {"max_tokens": 6, "seed": 3}

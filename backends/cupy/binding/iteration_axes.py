@@ -104,7 +104,7 @@ def as_repeated_row_starts(x: Operand) -> Operand:
 
 
 def split_tiled_axes(
-    shape: Sequence[int], operands: Sequence[Operand], tiled: int
+    shape: Sequence[int], operands: Sequence[Operand], tiled_index: int
 ) -> tuple[tuple[int, ...], list[Operand]]:
     """Split each axis along which one operand is tiled into two axes, so that tiling becomes broadcasting with strides.
 
@@ -114,19 +114,19 @@ def split_tiled_axes(
     Args:
         shape: Shape of the iteration.
         operands: Operands with at most as many axes as `shape`.
-        tiled: Index of the tiled operand in `operands`.
+        tiled_index: Index of the tiled operand in `operands`.
 
     Returns:
         The new shape, and all operands with split axes.
     """
-    ahead = len(shape) - len(operands[tiled].shape)
-    sizes = (1,) * ahead + operands[tiled].shape
+    ahead = len(shape) - len(operands[tiled_index].shape)
+    sizes = (1,) * ahead + operands[tiled_index].shape
     split_axes = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]
     new: list[int] = []
     for i, m in enumerate(shape):
         new += [sizes[i], m // sizes[i]] if i in split_axes else [m]
     return tuple(new), [
-        _split_operand_axes(o, shape, sizes, split_axes, own=k == tiled) for k, o in enumerate(operands)
+        _split_operand_axes(o, shape, sizes, split_axes, own=k == tiled_index) for k, o in enumerate(operands)
     ]
 
 

@@ -60,7 +60,7 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare_exchange(self) -> None:
-        """Prepare the exchange of addresses: allocate signals and compile the kernels of collectives.
+        """Allocate signals and compile the kernels of collectives, before the exchange of addresses.
 
         No device then waits for a compiler during the exchange.
         """

@@ -39,13 +39,13 @@ class MultiprocessorLimits:
     blocks: int
     shared_bytes: int
 
-    def compute_resident_blocks(self, threads: int, registers: int, shared: int) -> int:
+    def compute_resident_blocks(self, threads: int, registers: int, shared_bytes: int) -> int:
         """Return how many blocks of a kernel run on one multiprocessor at once; 0 if one block does not fit.
 
         Args:
             threads: Threads of a block.
             registers: Registers of a thread.
-            shared: Shared-memory bytes of a block.
+            shared_bytes: Shared-memory bytes of a block.
         """
         warps, of_a_warp = -(-threads // 32), -(-registers * 32 // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
         by_registers = (
@@ -55,7 +55,7 @@ class MultiprocessorLimits:
             self.blocks,
             self.threads // (32 * warps),
             by_registers,
-            self.shared_bytes // (shared + RESERVED_SHARED_BYTES),
+            self.shared_bytes // (shared_bytes + RESERVED_SHARED_BYTES),
         )
 
 

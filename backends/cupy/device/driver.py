@@ -269,16 +269,16 @@ class Driver(Protocol):
         """Return a function that copies these tensors to new host arrays, after all earlier work of the stream."""
 
     def can_access_peers(self, devices: Sequence[Device]) -> bool:
-        """Return whether kernels of each device can access the memory of all others; enable that access."""
+        """Enable access of kernels of each device to the memory of all others; return `False` if that is impossible."""
 
     def find_collective_library(self, devices: Sequence[Device]) -> CollectiveLibrary | str:
         """Return a collective library that can join these devices, or else the reason why there is none."""
 
     def map_host_memory(self, board: Array, is_first: bool) -> int:
-        """Map page-aligned host memory for devices, and return its device address, equal on all devices of the process.
+        """Map the group's signal pad for devices, and return its device address, equal on all devices of the process.
 
         Args:
-            board: The host memory.
+            board: The signal pad: page-aligned host memory.
             is_first: Whether no other device has mapped the memory before.
         """
 

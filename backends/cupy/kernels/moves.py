@@ -187,7 +187,7 @@ def _bind_set_rows(launches: LaunchBuilder, call: BoundInstruction) -> None:
     copy_unless_in_place(launches, into, out)
     heads = as_row_starts(rows)
     table = _with_shape_and_strides(out, (*out.shape[:-2], 1), (*out.strides[:-2], 0))
-    shape, (table_of, ids_of, rows_of) = split_tiled_axes(heads.shape, [table, ids, heads], tiled=1)
+    shape, (table_of, ids_of, rows_of) = split_tiled_axes(heads.shape, [table, ids, heads], tiled_index=1)
     axes = build_iteration_axes(shape, [table_of, ids_of, rows_of])
     words: list[LaunchWord] = [
         out.shape[-2],

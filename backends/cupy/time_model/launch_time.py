@@ -122,11 +122,11 @@ class LaunchWork:
     memory_bytes: float
     dependent_loads: float
 
-    def multiply(self, blocks: float, each: float = 1.0) -> LaunchWork:
-        """Return the work of a launch with `blocks` times as many thread blocks, each with `each` times the work."""
-        by = blocks * each
+    def multiply(self, block_factor: float, work_factor: float = 1.0) -> LaunchWork:
+        """Return the work of `block_factor` times as many thread blocks, each with `work_factor` times the work."""
+        by = block_factor * work_factor
         return LaunchWork(
-            round(self.block_count * blocks),
+            round(self.block_count * block_factor),
             self.block_threads,
             self.thread_registers,
             self.block_shared_bytes,
@@ -137,19 +137,19 @@ class LaunchWork:
             self.wavefronts * by,
             self.cache_bytes * by,
             self.memory_bytes * by,
-            self.dependent_loads * each,
+            self.dependent_loads * work_factor,
         )
 
-    def extrapolate(self, longer: LaunchWork, times: float) -> LaunchWork:
+    def extrapolate(self, longer: LaunchWork, difference_factor: float) -> LaunchWork:
         """Return the work of another launch by linear extrapolation from this launch and a longer one.
 
         Args:
             longer: The work of the longer launch.
-            times: The factor of the difference between the two launches, which is added to this work.
+            difference_factor: The factor of the difference between the two launches, which is added to this work.
         """
 
         def extend(here: float, there: float) -> float:
-            return here + times * (there - here)
+            return here + difference_factor * (there - here)
 
         return LaunchWork(
             round(extend(self.block_count, longer.block_count)),

@@ -67,7 +67,7 @@ def _count_multiplications_per_warp(shape: str) -> float:
     return 16 * 8 * int(shape.removeprefix("168"))
 
 
-def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> float:
+def _count_memory_stalls(blocks: Sequence[BasicBlock], executions: Sequence[float]) -> float:
     """Count the waits of all warps for loads from global memory.
 
     A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
@@ -76,7 +76,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 
     Args:
         blocks: Basic blocks of the kernel.
-        ran: Warp executions of each block.
+        executions: Warp executions of each block.
     """
     pending_at_entry: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)
@@ -90,10 +90,10 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
                 pending.clear()
             pending |= step.loads
         for after in blocks[number].successors:
-            if after >= 0 and ran[number] and not pending <= pending_at_entry[after]:
+            if after >= 0 and executions[number] and not pending <= pending_at_entry[after]:
                 pending_at_entry[after] |= pending
                 fresh.add(after)
-    return sum(times * wait for times, wait in zip(ran, waits, strict=True))
+    return sum(times * wait for times, wait in zip(executions, waits, strict=True))
 
 
 @call_once

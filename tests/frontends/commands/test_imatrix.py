@@ -163,7 +163,7 @@ def test_the_model_and_the_text_are_not_replaced(text, tmp_path, capsys):
     model.write_bytes(Path(TINY).read_bytes())
     for path in (model, text):
         before = path.read_bytes()
-        assert "would replace the model or the text" in run_refused_call(
+        assert "would replace a file that is read here" in run_refused_call(
             capsys, model, text, "-c", 64, "--chunks", 1, "-o", path
         )
         assert path.read_bytes() == before

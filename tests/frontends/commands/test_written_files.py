@@ -12,7 +12,7 @@ import pytest
 from hocket.cli import main
 
 from ...given.commands import Capture
-from ...given.models.goldens import path_of
+from ...given.models.goldens import TINY, path_of
 
 LLAMA = str(path_of("llama"))
 RUN_COMMAND = ("run", "--temp", "0", "-p", "It is", "-n", "2", "-c", "64")
@@ -135,3 +135,17 @@ def test_a_report_at_the_path_of_stdout_is_printed_alone(
 def test_only_one_report_is_printed(capsys: Capture) -> None:
     assert main([*CHECK_COMMAND, "--json", "-", "--junit", "-"]) == 2
     assert "--json and --junit are both -; give a file to one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name, (command, _) in WRITERS.items() if command[0] != "check"])
+def test_the_model_that_a_command_reads_is_not_replaced(name: str, tmp_path: Path, capsys: Capture) -> None:
+    model = tmp_path / "model.gguf"
+    command = WRITERS[name][0]
+    content = Path(TINY if command[0] == "run" else LLAMA).read_bytes()
+    model.write_bytes(content)
+    words = [str(model) if word == LLAMA else word for word in command]
+    if command[0] == "run":
+        words[1:1] = [str(model)]
+    assert main([*words, str(model)]) == 2
+    assert f": {model}: would replace a file that is read here" in capsys.readouterr().err
+    assert model.read_bytes() == content

@@ -277,5 +277,5 @@ def test_folders_and_types_are_checked_before_the_work(source, tmp_path, capsys)
     assert "No such file or directory" in refusal(capsys, source, tmp_path / "no" / "out.gguf", "q8_0")
     content, link = source.read_bytes(), tmp_path / "link.gguf"
     link.symlink_to(source)
-    assert "would replace the model by its quantisation" in refusal(capsys, source, link, "q8_0")
+    assert "would replace a file that is read here" in refusal(capsys, source, link, "q8_0")
     assert source.read_bytes() == content

@@ -49,7 +49,7 @@ def build_matmul_batch_axes(w: Operand, x: Operand, out: Operand) -> IterationAx
         out: Results [..., m, n].
     """
     heads = [as_matrix_starts(o) for o in (w, x, out)]
-    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, tiled=0))
+    return build_iteration_axes(*split_tiled_axes(x.shape[:-2], heads, tiled_index=0))
 
 
 def launch_strided_matmul(launches: LaunchBuilder, w: Operand, x: Operand, out: Operand) -> None:

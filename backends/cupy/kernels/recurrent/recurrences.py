@@ -66,11 +66,11 @@ def _launch_recurrence_by_value(
     launches: LaunchBuilder,
     call: BoundInstruction,
     x: Operand,
-    walked: list[LaunchWord],
+    token_fields: list[LaunchWord],
     a: Operand | None,
-    run: int,
+    heads_per_group: int,
     keys: int,
-    rates: int,
+    rates_per_head: int,
 ) -> None:
     """Launch a recurrence in which each warp computes one value row of the state.
 
@@ -78,23 +78,24 @@ def _launch_recurrence_by_value(
         launches: Receives the launches.
         call: The instruction.
         x: The values [..., tokens, heads, values].
-        walked: The fields of the six operands with one row per token.
+        token_fields: The fields of the six operands with one row per token.
         a: Decay rates of a state space model; `None` for RWKV 7.
-        run: Number of adjacent heads that share the operands b and c.
+        heads_per_group: Number of adjacent heads that share the operands b and c.
         keys: Elements of a key.
-        rates: Decay rates of a head: 1, or one for each element of a key.
+        rates_per_head: Decay rates of a head: 1, or one for each element of a key.
     """
     *leading, tokens, heads, values = x.shape
     carried = bind_states(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
     words = [
-        *walked,
+        *token_fields,
         *make_rows_fields(call.out),
         0 if a is None else a,
         *carried.begin_fields,
         *carried.make_snapshot_fields(),
         *carried.fault_fields,
     ]
-    words += [tokens, heads, max(run, 1), values, keys, rates, carried.snapshots, carried.stored_snapshots]
+    words += [tokens, heads, max(heads_per_group, 1), values, keys, rates_per_head]
+    words += [carried.snapshots, carried.stored_snapshots]
     grid = count_blocks(values, VALUE_WARPS), heads, carried.sequences
     launches.add_launch(
         VALUE_SOURCE[_format_kernel_name("recurrence_by_value", _choose_elements_per_lane(keys), a is None)],
@@ -118,7 +119,7 @@ def _bind_gated_linear_attn(launches: LaunchBuilder, call: BoundInstruction) -> 
 def _launch_recurrence_by_key(
     launches: LaunchBuilder,
     call: BoundInstruction,
-    walked: list[Operand],
+    token_operands: list[Operand],
     state: Operand,
     bonus: Operand | None,
     scale: float,
@@ -128,16 +129,16 @@ def _launch_recurrence_by_key(
     Args:
         launches: Receives the launch.
         call: The instruction.
-        walked: The operands with one row per token: keys, values, queries and decays.
+        token_operands: The operands with one row per token: keys, values, queries and decays.
         state: The old states.
         bonus: Factors of the current token, or `None`.
         scale: Factor of the results.
     """
-    new, v = call.dst[1], walked[1]
+    new, v = call.dst[1], token_operands[1]
     require_supported(is_dense(state) and is_dense(new), "states have to be dense")
     *leading, tokens, heads, values = v.shape
-    keys = walked[0].shape[-1]
-    words = [word for x in (*walked, call.out) for word in make_rows_fields(x)]
+    keys = token_operands[0].shape[-1]
+    words = [word for x in (*token_operands, call.out) for word in make_rows_fields(x)]
     words += [0 if bonus is None else bonus, state, new, tokens, heads, keys, values, scale]
     grid = count_blocks(values, 32), heads, prod(leading)
     kernel = KEY_SOURCE[
