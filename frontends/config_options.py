@@ -10,9 +10,8 @@ from dataclasses import field, fields
 from functools import wraps
 from textwrap import fill
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ..graph.lazy_dataclass import dataclass
 from ..graph.validation import BOOL, ArgumentKind, require
 from .errors import ModelError
 
@@ -22,8 +21,7 @@ _Params = ParamSpec("_Params")
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigOption:
+class ConfigOption(NamedTuple):
     """How a field of a configuration is checked, and how commands and pages present it.
 
     - `kind` checks the value; `help` describes it for commands and for Python, with the default in brackets.
