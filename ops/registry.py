@@ -132,6 +132,13 @@ def find_inplace_operand(result: Value) -> Value | None:
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
+def find_view_base(value: Value) -> Value:
+    """Return the value that has the memory of `value`, through any number of views such as reshapes and transposes."""
+    while not value.node.is_leaf and op_of(value.node).is_view:
+        value = value.node.inputs[0]
+    return value
+
+
 def find_storage_kind(value: Value) -> str:
     """Return the storage kind of a value: its role in the graph, from which a backend chooses the storage dtype.
 
@@ -143,12 +150,11 @@ def find_storage_kind(value: Value) -> str:
     if node.is_leaf:
         return node.op
     while not node.is_leaf:
-        declared = op_of(node)
-        if declared.is_view:
-            value = node.inputs[0]
-            node = value.node
-            continue
-        if declared.overwritten_entries(node.attrs) is None:
+        value = find_view_base(value)
+        node = value.node
+        if node.is_leaf:
+            break
+        if op_of(node).overwritten_entries(node.attrs) is None:
             return "value"
         if (before := find_inplace_operand(value)) is None:
             return "value"
